@@ -1,0 +1,142 @@
+"""A request: its tokens, what it asked for, and how far its KV caches have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from parlay.policies.types import K_LIMIT, PROPOSERS, Proposer
+
+ALL_PROPOSERS = (1 << PROPOSERS) - 1
+
+
+class Phase(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a request ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SampleMode(Enum):
+    """How tokens are drawn and drafts verified; all three keep the output's law."""
+
+    GREEDY = "greedy"
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How to draw tokens; temperature 0 is greedy, a seed makes it coupled (reproducible).
+
+    top_k 0 and top_p 1 are off. Raises ValueError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 10.0:
+            raise ValueError(f"temperature must be between 0 and 10, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        if any(not s for s in self.stop):
+            raise ValueError("a stop string must not be empty")
+
+    @property
+    def mode(self) -> SampleMode:
+        """Return how this request is sampled."""
+        if self.temperature == 0.0:
+            return SampleMode.GREEDY
+        return SampleMode.REJECTION if self.seed is None else SampleMode.COUPLED
+
+
+@dataclass(slots=True, frozen=True)
+class SpeculationParams:
+    """What a request allows: proposers as a bit mask, tokens a step, its task and latency target."""
+
+    proposer_mask: int = ALL_PROPOSERS
+    max_k: int = K_LIMIT
+    task: str = ""
+    tpot_target_ms: float = float("nan")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_k <= K_LIMIT:
+            raise ValueError(f"max_k must be between 0 and {K_LIMIT}, not {self.max_k}")
+        if not 0 <= self.proposer_mask <= ALL_PROPOSERS:
+            names = ", ".join(p.name.lower() for p in Proposer)
+            raise ValueError(f"proposer mask {self.proposer_mask} names an unknown proposer; known: {names}")
+
+
+OnTokens = Callable[["Request", list[int]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request; the scheduler moves it, `commit` grows it, nobody else writes to it.
+
+    tokens: prompt then output. computed: target KV positions that hold committed tokens;
+    draft_computed: the same of the draft model. recent_accept: discounted mean of emitted tokens a step.
+    """
+
+    request_id: int
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    speculation: SpeculationParams = SpeculationParams()
+    on_tokens: OnTokens | None = None
+    phase: Phase = Phase.WAITING
+    finish_reason: FinishReason | None = None
+    computed: int = 0
+    draft_computed: int = 0
+    recent_accept: float = 1.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    @property
+    def output(self) -> list[int]:
+        """Return the tokens generated so far."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def output_tokens(self) -> int:
+        """Return how many tokens were generated so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Return how many tokens may still be generated."""
+        return self.sampling.max_tokens - self.output_tokens
+
+    @property
+    def pending(self) -> int:
+        """Return how many tokens the target has not computed yet: 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def finished(self) -> bool:
+        """Say whether nothing more will come."""
+        return self.phase is Phase.FINISHED
