@@ -14,7 +14,17 @@ import numpy as np
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import PROPOSERS, Array, StopRule
+from parlay.policies.types import PROPOSERS, Array, Fitted, StopRule
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What the n-gram knows before the step: match_tokens i32 [rows], the longest suffix seen before,
+    and tokens i64 [rows, depth], what followed it then (-1: nothing).
+    """  # noqa: D205
+
+    match_tokens: Array
+    tokens: Array
 
 
 @dataclass(slots=True)
@@ -23,12 +33,14 @@ class Batch:
 
     chunk i32 [rows]: uncomputed tokens each row feeds the target, 1 while decoding. A row whose chunk
     ends at its last token emits. target and draft: block tables of the two models' caches by request.
+    lookup: the n-gram's guesses for the rows.
     """
 
     requests: list[Request]
     chunk: Array
     target: BlockCache
-    draft: BlockCache | None = None
+    draft: BlockCache
+    lookup: Lookup
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -45,14 +57,14 @@ class Drafts:
 
     count i32 [rows]; tokens i64 [rows, K], -1 beyond count; confidences f32 [rows, K], each place's
     probability of acceptance as the drafter sees it before drawing, nan where it has none;
-    match_tokens i32 [rows]. draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the
+    read_by_draft bool [rows]: the draft model read the row's every token. draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the
     backend keeps for `verify` (the draft's distributions).
     """
 
     count: Array
     tokens: Array
     confidences: Array
-    match_tokens: Array
+    read_by_draft: Array
     draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
     draft_depth: int = 0
     private: Any = None
@@ -84,12 +96,12 @@ class Backend(Protocol):
         """Return the time in seconds; only differences mean something."""
         ...
 
-    def match_tokens(self, requests: list[Request]) -> Array:
-        """Return the n-gram's longest suffix match of each request, i32 [rows]."""
+    def lookup(self, requests: list[Request], depth: int) -> Lookup:
+        """Ask the n-gram what it would draft for each request, up to `depth` tokens; cheap."""
         ...
 
-    def propose(self, batch: Batch, proposer: Array, k: Array, stop: StopRule) -> Drafts:
-        """Draft up to k tokens a row with its proposer; the draft model catches up first."""
+    def propose(self, batch: Batch, fit: Fitted, stop: StopRule) -> Drafts:
+        """Draft up to fit.k tokens a row with fit.proposer; the draft model catches up first."""
         ...
 
     def verify(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:

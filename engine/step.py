@@ -1,0 +1,149 @@
+"""The step loop: schedule -> plan -> propose -> verify -> commit -> report. Free of torch.
+
+Read `Engine.step` first; the rest of the engine is what its lines call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from parlay.engine.backend import Backend, Batch
+from parlay.engine.commit import FINISH, Committed, Detokenize, StopRules, commit
+from parlay.engine.planner import Planner
+from parlay.engine.report import outcome_of, view_of
+from parlay.engine.request import (
+    FinishReason,
+    OnTokens,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+)
+from parlay.engine.scheduler import EngineConfig, Scheduler
+from parlay.engine.shadow import ShadowScorer
+from parlay.policies.allocate import fit_plan
+from parlay.policies.types import Fitted, Proposer, StepOutcome, StopRule, Truncated
+
+__all__ = ["Engine", "EngineConfig"]
+
+
+class Engine:
+    """Decodes requests on a backend, a step at a time, speculating as its planner says."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        planner: Planner,
+        config: EngineConfig | None = None,
+        detokenize: Detokenize | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.backend = backend
+        self.planner = planner
+        self.config = config or EngineConfig()
+        self.scheduler = Scheduler(self.config)
+        self.shadow = ShadowScorer()
+        self.limits = backend.limits()
+        self.rules = StopRules(frozenset(eos_ids), self.config.positions, detokenize)
+        self.step_id = 0
+        self._ids = itertools.count(1)
+        self._idle, self._step_end_s = True, 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Say whether `step` has anything to do."""
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Request:
+        """Queue a prompt of token ids; raises ValueError where it is empty or does not fit."""
+        positions, sampling = self.config.positions, sampling or SamplingParams()
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(prompt) >= positions:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, but the context holds {positions}"
+                " with at least one of output: shorten the prompt"
+            )
+        if sampling.stop and self.rules.detokenize is None:
+            raise ValueError("stop strings need an engine with a tokenizer")
+        speculation = speculation or SpeculationParams()
+        request = Request(
+            next(self._ids), list(prompt), len(prompt), sampling, speculation, on_tokens
+        )
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its blocks are free at once."""
+        if not request.finished:
+            self.scheduler.finish(request, FinishReason.ABORT)
+            self.backend.forget(request)
+            self.shadow.forget(request.request_id)
+
+    def step(self) -> StepOutcome | None:
+        """Run one step over every scheduled request; None where there is nothing to do."""
+        start_s = self.backend.clock() if self._idle else self._step_end_s
+        requests, chunk = self.scheduler.schedule()
+        self._idle = not requests
+        if not requests:
+            return None
+        lookup = self.backend.lookup(requests, self.limits.k_max)
+        batch = Batch(requests, chunk, self.scheduler.target, self.scheduler.draft, lookup)
+        view = view_of(batch, self.scheduler, self.limits, self.step_id)
+
+        plan, source = self.planner.plan(view)
+        fit = self._reserve(batch, fit_plan(plan, view))
+        drafts = self.backend.propose(batch, fit, plan.stop_rule if plan else StopRule())
+        if drafts.count.any():
+            fit = fit_plan(plan, view, drafts.count, drafts.confidences)
+        verified = self.backend.verify(batch, drafts, fit.verify_k)
+        self.shadow.offer(requests, lookup, batch.emits & (fit.proposer != Proposer.NGRAM))
+        committed = commit(batch, drafts, verified, self.rules)
+        self._settle(batch, committed)
+
+        shadow = self.shadow.score(requests)
+        self._step_end_s = self.backend.clock()
+        step_ms = 1e3 * (self._step_end_s - start_s)
+        outcome = outcome_of(view, plan, source, fit, drafts, verified, committed, shadow, step_ms)
+        self.planner.observe(outcome)
+        self._deliver(batch, committed)
+        self.step_id += 1
+        return outcome
+
+    def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:
+        """Take blocks for the drafts; where they are short k shrinks, and drafting by the model stops."""
+        for row in np.flatnonzero(fit.k):
+            request = batch.requests[row]
+            tokens, k = len(request.tokens), int(fit.k[row])
+            k = min(k, batch.target.room(request.request_id) - tokens)
+            if fit.proposer[row] == Proposer.DRAFT_MODEL:
+                k = min(k, batch.draft.room(request.request_id) - tokens)
+                k = k if batch.draft.reserve(request.request_id, tokens + max(k, 0)) else 0
+            fit.k[row] = fit.verify_k[row] = k = max(k, 0)
+            batch.target.reserve(request.request_id, tokens + k)
+        fit.proposer[fit.k == 0] = Proposer.NONE
+        return fit
+
+    def _settle(self, batch: Batch, committed: Committed) -> None:
+        """Give back the blocks of rejected drafts, and every block of what has finished."""
+        for row, request in enumerate(batch.requests):
+            if reason := FINISH.get(Truncated(committed.truncated_by[row])):
+                self.scheduler.finish(request, reason)
+                self.backend.forget(request)
+            else:
+                batch.target.truncate(request.request_id, request.computed)
+                batch.draft.truncate(request.request_id, request.draft_computed)
+
+    def _deliver(self, batch: Batch, committed: Committed) -> None:
+        """Hand the new tokens out, last of all: a callback may abort or add requests."""
+        for request, emitted in zip(batch.requests, committed.emitted, strict=True):
+            if emitted and request.on_tokens:
+                request.on_tokens(request, request.tokens[-emitted:])
