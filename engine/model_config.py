@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -21,7 +24,7 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
 class ModelConfig:
     """Sizes of a decoder-only Llama model.
 
-    context: the most positions it was made for; tied: the output layer is the embedding; eos_ids: the
+    context: the most positions it was made for; tied: the output layer is the embedding; eos_ids:
     tokens that end a text (empty: none). Raises ValueError where the sizes do not fit each other.
     """
 
@@ -103,6 +106,24 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def load_config(path: str | Path) -> ModelConfig:
+    """Read a checkpoint's sizes; end tokens of generation_config.json win, as in `generate`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"no model at {folder}: it must be a folder with config.json and safetensors"
+        )
+    try:
+        config = from_hf(read_json(folder / "config.json"))
+        if (folder / "generation_config.json").exists():
+            generation = read_json(folder / "generation_config.json")
+            if generation.get("eos_token_id") is not None:
+                config = dataclasses.replace(config, eos_ids=token_ids(generation["eos_token_id"]))
+    except ValueError as error:
+        raise ValueError(f"cannot load the model at {folder}: {error}") from None
+    return config
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """Read a token id that Hugging Face writes as null, a number or a list."""
     if value is None:
@@ -113,6 +134,19 @@ def token_ids(value: Any) -> tuple[int, ...]:
             f"model config: eos_token_id must be a whole number or a list, not {value!r}"
         )
     return tuple(ids)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; raises ValueError in one line where it is missing or is none."""
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return parsed
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
