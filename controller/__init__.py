@@ -1,0 +1,1 @@
+"""The sidecar: policies as a service beside an engine."""

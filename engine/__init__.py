@@ -1,0 +1,1 @@
+"""The engine: one step loop over a torch or a virtual backend."""

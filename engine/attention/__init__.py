@@ -1,0 +1,1 @@
+"""Attention over a paged KV cache: one interface, one file a backend."""

@@ -1,0 +1,1 @@
+"""The demo: a mixed workload decoded under every mode, and what came of it."""

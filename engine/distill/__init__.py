@@ -1,0 +1,1 @@
+"""Training of the draft model on what the target generates."""

@@ -1,0 +1,1 @@
+"""Proposers: who guesses the next tokens."""

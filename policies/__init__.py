@@ -1,0 +1,1 @@
+"""What to speculate: policies over plain arrays, numpy only."""

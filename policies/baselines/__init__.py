@@ -1,0 +1,1 @@
+"""Published and simple policies, one file each."""

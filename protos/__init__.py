@@ -1,0 +1,1 @@
+"""The wire: protobuf schemas and the codec between them and the policy's arrays."""
