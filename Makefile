@@ -61,7 +61,7 @@ links:
 
 .venv/dependencies.stamp: .venv/torch.stamp pyproject.toml constraints.txt
 	@echo "installing parlay and its dependencies"
-	@grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	@sed '/^torch==/d' constraints.txt > .venv/constraints.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[engine,dev]'
 	@touch $@
 

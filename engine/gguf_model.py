@@ -44,11 +44,25 @@ def find_gguf() -> Path:
 
 def convert(source: Path, folder: Path) -> None:
     """Write a Llama GGUF into `folder`: model.safetensors (bf16), config.json and tokenizer."""
+    convert_weights(source, folder)
+    convert_tokenizer(source, folder)
+
+
+def convert_weights(source: Path, folder: Path) -> None:
+    """Write model.safetensors and config.json; raises ValueError where the GGUF lacks a field."""
     reader = gguf.GGUFReader(source)
     config = _config(reader)
     save_file(_tensors(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _save_tokenizer(source, folder)
+
+
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write tokenizer.json, its settings and the chat template."""
+    # Its import takes seconds, and only this one conversion needs it.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer.save_pretrained(folder)
 
 
 def _config(reader: gguf.GGUFReader) -> dict[str, Any]:
@@ -112,11 +126,3 @@ def _half_rotary(weights: torch.Tensor, heads: int) -> torch.Tensor:
     rows, columns = weights.shape
     pairs = weights.view(heads, rows // heads // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)
-
-
-def _save_tokenizer(source: Path, folder: Path) -> None:
-    # Its import takes seconds, and only this one conversion needs it.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.save_pretrained(folder)
