@@ -1,0 +1,138 @@
+"""The real backend: a target Llama, an optional draft model and the n-gram, on torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parlay.engine.attention.paged import PagedKV, plan_ragged
+from parlay.engine.attention.sdpa import SdpaAttention
+from parlay.engine.backend import Batch, Drafts, Lookup, Verified
+from parlay.engine.models import Llama
+from parlay.engine.proposers.draft_model import DraftModelProposer
+from parlay.engine.proposers.ngram import NgramProposer
+from parlay.engine.request import Request
+from parlay.engine.scheduler import EngineConfig
+from parlay.engine.verify import DraftLaw, accept
+from parlay.policies.policy import EngineLimits
+from parlay.policies.types import Array, Fitted, Proposer, StopRule
+
+
+@dataclass(slots=True)
+class DraftModel:
+    """A draft model's parts: weights, and the target's token id of each row of its head."""
+
+    model: Llama
+    ids: Tensor
+
+
+class TorchBackend:
+    """Runs the models; block tables come with each batch, cache contents live here."""
+
+    def __init__(
+        self, target: Llama, draft: DraftModel | None, config: EngineConfig, k_max: int = 16, seed: int = 0
+    ) -> None:
+        self.target, self.config, self.seed, self.k_max = target, config, seed, k_max
+        self.cache = PagedKV(
+            target.config, config.target_blocks, config.block_tokens, target.dtype, target.device
+        )
+        self.attention = SdpaAttention(self.cache, target.config.heads)
+        self.ngram = NgramProposer()
+        self.draft: DraftModelProposer | None = None
+        if draft is not None:
+            m = draft.model
+            cache = PagedKV(m.config, config.draft_blocks, config.block_tokens, m.dtype, m.device)
+            self.draft = DraftModelProposer(m, cache, draft.ids, seed)
+
+    def limits(self) -> EngineLimits:
+        """Return the proposers that are there and the sizes."""
+        mask = 1 << Proposer.NONE | 1 << Proposer.NGRAM | (self.draft is not None) << Proposer.DRAFT_MODEL
+        return EngineLimits(mask, self.k_max, (), self.config.token_budget)
+
+    def clock(self) -> float:
+        """Return seconds; on a GPU, after what was launched is done."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
+
+    def lookup(self, requests: list[Request], depth: int) -> Lookup:
+        """Ask the n-gram."""
+        return self.ngram.lookup(requests, depth)
+
+    def forget(self, request: Request) -> None:
+        """Drop a request's n-gram index; its cache blocks are the scheduler's to free."""
+        self.ngram.forget(request)
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch, fit: Fitted, stop: StopRule) -> Drafts:
+        """Draft: n-gram rows from the lookup, draft-model rows by its passes; both in one batch."""
+        depth = max(int(fit.k.max(initial=0)), 1)
+        drafts = Drafts(
+            count=np.zeros(len(batch), np.int32),
+            tokens=np.full((len(batch), depth), -1, np.int64),
+            confidences=np.full((len(batch), depth), np.nan, np.float32),
+            match_tokens=batch.lookup.match_tokens,
+            read_by_draft=np.zeros(len(batch), bool),
+        )
+        ngram = np.flatnonzero((fit.proposer == Proposer.NGRAM) & (fit.k > 0))
+        if len(ngram):
+            start_s = time.perf_counter()
+            guess = np.where(np.arange(depth) < fit.k[ngram, None], batch.lookup.tokens[ngram, :depth], -1)
+            drafts.tokens[ngram], drafts.count[ngram] = guess, (guess >= 0).sum(1)
+            drafts.draft_ms[Proposer.NGRAM] = 1e3 * (time.perf_counter() - start_s)
+        modelled = np.flatnonzero((fit.proposer == Proposer.DRAFT_MODEL) & (fit.k > 0))
+        if len(modelled):
+            self._propose_modelled(batch, modelled, fit.k, stop, drafts)
+        return drafts
+
+    def _propose_modelled(self, batch: Batch, rows: Array, k: Array, stop: StopRule, drafts: Drafts) -> None:
+        assert self.draft is not None, "a plan named the draft model, which this engine has not"
+        start_s = self.clock()
+        run = self.draft.propose(batch, rows, k, stop)
+        width = run.tokens.shape[1]
+        drafts.count[rows], drafts.tokens[rows, :width] = run.count, run.tokens
+        drafts.confidences[rows, :width], drafts.read_by_draft[rows] = run.confidences, True
+        drafts.draft_depth, drafts.private = run.passes, run.law
+        drafts.draft_ms[Proposer.DRAFT_MODEL] = 1e3 * (self.clock() - start_s)
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:
+        """Run the target over every row's chunk and drafts, and accept."""
+        start_s = self.clock()
+        k = np.minimum(verify_k, drafts.count)
+        fed = [
+            r.tokens[r.computed : r.computed + int(c)] + drafts.tokens[i, : k[i]].tolist()
+            for i, (r, c) in enumerate(zip(batch.requests, batch.chunk, strict=True))
+        ]
+        lengths = [len(f) for f in fed]
+        c = self.target.config
+        tables = [batch.target.tables[r.request_id] for r in batch.requests]
+        starts = [r.computed for r in batch.requests]
+        ragged = plan_ragged(self.cache, tables, starts, lengths, c.heads // c.kv_heads)
+        ids = torch.tensor([t for f in fed for t in f], device=self.target.device)
+        hidden = self.target.hidden(ids, ragged, self.attention)
+        accepted, tokens = self._accept(batch, hidden, lengths, drafts, k)
+        return Verified(accepted, tokens, len(ids), 1e3 * (self.clock() - start_s))
+
+    def _accept(
+        self, batch: Batch, hidden: Tensor, lengths: list[int], drafts: Drafts, k: Array
+    ) -> tuple[Array, Array]:
+        """Compute logits where a token can come from, and accept; other rows get nothing."""
+        accepted = np.zeros(len(batch), np.int32)
+        tokens = np.full((len(batch), int(k.max(initial=0)) + 1), -1, np.int64)
+        rows = np.flatnonzero(batch.emits)
+        if len(rows):
+            ends = np.cumsum(lengths)
+            places = np.concatenate([np.arange(ends[r] - 1 - k[r], ends[r]) for r in rows])
+            if len(places) < len(hidden):
+                hidden = hidden[torch.from_numpy(places).to(hidden.device)]
+            law: DraftLaw | None = drafts.private
+            logits = self.target.logits(hidden)
+            accepted[rows], found = accept(logits, batch.requests, rows, drafts.tokens, k, law, self.seed)
+            tokens[rows, : found.shape[1]] = found
+        return accepted, tokens
+
