@@ -38,27 +38,31 @@ class Column:
     """One column: name, type on the wire and in memory, smallest and largest value (None: any)."""
 
     name: str
-    wire: str
-    memory: str
+    wire: np.dtype[Any]
+    memory: np.dtype[Any]
     low: float | None = None
     high: float | None = None
     nan: bool = False
 
 
+def _column(name: str, wire: str, memory: str) -> Column:
+    return Column(name, np.dtype(wire), np.dtype(memory))
+
+
 def _integers(name: str, memory: str, high: float, low: float = 0) -> Column:
-    return Column(name, "<i4", memory, low, high)
+    return Column(name, np.dtype("<i4"), np.dtype(memory), low, high)
 
 
 def _codes(name: str, count: int) -> Column:
-    return Column(name, "<u4", "u1", None, count - 1)
+    return Column(name, np.dtype("<u4"), np.dtype("u1"), None, count - 1)
 
 
 def _floats(name: str, high: float = F32_MAX, low: float = 0.0, nan: bool = False) -> Column:
-    return Column(name, "<f4", "f4", low, high, nan)
+    return Column(name, np.dtype("<f4"), np.dtype("f4"), low, high, nan)
 
 
-REQUEST_ID = Column("request_id", "<u8", "u8")
-TASK = Column("task", "<u4", "u4")
+REQUEST_ID = _column("request_id", "<u8", "u8")
+TASK = _column("task", "<u4", "u4")
 VIEW = (
     REQUEST_ID,
     TASK,
@@ -72,13 +76,13 @@ VIEW = (
     _floats("recent_accept"),
     _integers("match_tokens", "i4", I32_MAX),
     _integers("draft_kv_lag", "i4", I32_MAX),
-    Column("seeded", "u1", "?"),
+    _column("seeded", "u1", "?"),
 )
 PLAN = (
     REQUEST_ID,
     _codes("proposer", PROPOSERS),
     _integers("k", "i2", K_LIMIT),
-    Column("shadow", "u1", "?"),
+    _column("shadow", "u1", "?"),
     _floats("propensity", high=1.0),
     _codes("reason", len(Reason)),
 )
@@ -95,7 +99,7 @@ OUTCOME = (
     _integers("match_tokens", "i4", I32_MAX),
     _codes("truncated_by", len(Truncated)),
     _codes("plan_source", len(PlanSource)),
-    Column("plan_step_id", "<u8", "u8"),
+    _column("plan_step_id", "<u8", "u8"),
 )
 SHADOW = (
     REQUEST_ID,
@@ -117,6 +121,8 @@ PRICES = _floats("draft_token_price_ms", nan=True)
 SLOPE = _floats("slope", low=-F32_MAX)
 OFFSET = _floats("offset", low=-F32_MAX)
 
+_UNSIGNED = np.dtype("<u4")
+
 Table = tuple[Column, ...]
 Read = Callable[[Any, Column, int], Array]
 
@@ -124,10 +130,9 @@ Read = Callable[[Any, Column, int], Array]
 def read_raw(message: Any, column: Column, count: int) -> Array:
     """Return a column of a `parlay.wire.v1` message; raises Misfit where its length is wrong."""
     data = getattr(message, column.name)
-    wire = np.dtype(column.wire)
-    if len(data) != count * wire.itemsize:
+    if len(data) != count * column.wire.itemsize:
         raise Misfit(f"{column.name} has {len(data)} bytes for {count} values")
-    return _checked(np.frombuffer(data, wire), column)
+    return _checked(np.frombuffer(data, column.wire), column)
 
 
 def read_typed(message: Any, column: Column, count: int) -> Array:
@@ -140,13 +145,12 @@ def read_typed(message: Any, column: Column, count: int) -> Array:
 
 def write(values: Array, column: Column) -> bytes:
     """Return a column's bytes, row-major; raises ValueError where a number does not fit."""
-    array = np.asarray(values)
-    wire = np.dtype(column.wire)
-    if array.dtype.kind in "iu" and array.dtype.itemsize > wire.itemsize and array.size:
+    wire = column.wire
+    if values.dtype.kind in "iu" and values.dtype.itemsize > wire.itemsize and values.size:
         limits = np.iinfo(wire)
-        if array.min() < limits.min or array.max() > limits.max:
+        if values.min() < limits.min or values.max() > limits.max:
             raise ValueError(f"{column.name} has a value that does not fit {wire.name}")
-    return array.astype(wire, copy=False).tobytes()
+    return values.astype(wire, copy=False).tobytes()
 
 
 def read_columns(read: Read, message: Any, table: Table, rows: int) -> dict[str, Array]:
@@ -154,9 +158,8 @@ def read_columns(read: Read, message: Any, table: Table, rows: int) -> dict[str,
     return {column.name: read(message, column, rows) for column in table}
 
 
-def write_columns(values: Any, table: Table) -> dict[str, bytes]:
+def write_columns(values: Any, table: Table, rows: int) -> dict[str, bytes]:
     """Return the bytes of every column of a table by name."""
-    rows = len(values.request_id if table is not DEFAULTS else values.task)
     columns = {}
     for column in table:
         array = getattr(values, column.name)
@@ -174,25 +177,18 @@ def _checked(array: Array, column: Column) -> Array:
 
 
 def _within(array: Array, column: Column) -> bool:
-    if column.wire == "<i4" and column.low == 0 and column.high is not None:
+    low, high, kind = column.low, column.high, column.wire.kind
+    if kind == "f" and low is not None and high is not None:
+        least, most = (np.fmin, np.fmax) if column.nan else (np.minimum, np.maximum)
+        bottom, top = least.reduce(array), most.reduce(array)
+        inside = bottom >= low and top <= high + ROUNDING
+        return bool(inside or (column.nan and np.isnan(bottom)))
+    if high is not None:
         # Seen as unsigned, negative numbers are the largest: one pass does for both ends.
-        return bool(array.view("<u4").max() <= column.high)
-    return _at_least(array, column) and _at_most(array, column)
-
-
-def _at_least(array: Array, column: Column) -> bool:
-    if column.low is None:
-        return True
-    lowest = np.fmin.reduce(array) if column.nan else array.min()
-    return bool(lowest >= column.low) or (column.nan and bool(np.isnan(lowest)))
-
-
-def _at_most(array: Array, column: Column) -> bool:
-    if column.high is None:
-        return True
-    highest = np.fmax.reduce(array) if column.nan else array.max()
-    slack = ROUNDING if column.wire == "<f4" else 0
-    return bool(highest <= column.high + slack) or (column.nan and bool(np.isnan(highest)))
+        if np.maximum.reduce(array.view(_UNSIGNED)) > high:
+            return False
+        return not low or bool(np.minimum.reduce(array) >= low)
+    return True
 
 
 def _range(column: Column) -> str:

@@ -48,7 +48,7 @@ def view_message(view: BatchView) -> raw.BatchView:
         kv_tokens=view.kv_tokens,
         bucket_edge_count=len(view.bucket_edges),
         bucket_edges=c.write(view.bucket_edges, c.EDGES),
-        **c.write_columns(view, c.VIEW),
+        **c.write_columns(view, c.VIEW, len(view)),
     )
 
 
@@ -60,7 +60,8 @@ def outcome_message(outcome: StepOutcome) -> raw.StepOutcome:
     shadow = None
     if len(outcome.shadow):
         shadow = raw.ShadowRows(
-            rows=len(outcome.shadow), **c.write_columns(outcome.shadow, c.SHADOW)
+            rows=len(outcome.shadow),
+            **c.write_columns(outcome.shadow, c.SHADOW, len(outcome.shadow)),
         )
     return raw.StepOutcome(
         rows=len(outcome),
@@ -75,7 +76,7 @@ def outcome_message(outcome: StepOutcome) -> raw.StepOutcome:
         k_columns=depth,
         confidences=c.write(outcome.confidences, c.CONFIDENCES),
         shadow=shadow,
-        **c.write_columns(outcome, c.OUTCOME),
+        **c.write_columns(outcome, c.OUTCOME, len(outcome)),
     )
 
 
@@ -90,7 +91,8 @@ def plan_message(plan: Plan) -> raw.Plan:
     defaults = None
     if plan.defaults is not None:
         defaults = raw.TaskDefaults(
-            rows=len(plan.defaults.task), **c.write_columns(plan.defaults, c.DEFAULTS)
+            rows=len(plan.defaults.task),
+            **c.write_columns(plan.defaults, c.DEFAULTS, len(plan.defaults.task)),
         )
     kind: Any = int(plan.stop_rule.kind)
     return raw.Plan(
@@ -108,7 +110,7 @@ def plan_message(plan: Plan) -> raw.Plan:
         survival=_survival_message(plan.survival),
         match_model=_match_message(plan),
         defaults=defaults,
-        **c.write_columns(plan, c.PLAN),
+        **c.write_columns(plan, c.PLAN, len(plan)),
     )
 
 
@@ -138,7 +140,7 @@ def read_view(message: Any, read: c.Read) -> BatchView:
     """Read a view; raises ValueError where it is malformed or impossible."""
     rows = _rows(message, MAX_ROWS)
     edges = read(message, c.EDGES, _at_most("bucket edges", message.bucket_edge_count, MAX_EDGES))
-    if (np.diff(edges) <= 0).any():
+    if len(edges) > 1 and (np.diff(edges) <= 0).any():
         raise ValueError("bucket_edges must rise")
     columns = c.read_columns(read, message, c.VIEW, rows)
     _unique(columns["request_id"])
@@ -276,5 +278,6 @@ def _duration(name: str, value: float) -> float:
 
 
 def _unique(request_id: Array) -> None:
-    if len(np.unique(request_id)) != len(request_id):
+    ids = np.sort(request_id)
+    if (ids[1:] == ids[:-1]).any():
         raise ValueError("request_id names a request twice")

@@ -1,0 +1,108 @@
+"""`parlay serve`: run the sidecar in this process until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from parlay.controller.host import Host
+from parlay.controller.service import serve as serve_host
+
+PROBE_S = 1.0
+
+
+def serve(
+    listen: Annotated[str, typer.Option(help="unix:/path or host:port (port 0: any)")],
+    policy: Annotated[str, typer.Option(help="the policy that decides")] = "goodput",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="a setting of the policy, key=value")
+    ] = None,
+) -> None:
+    """Serve speculation plans to engines; SIGTERM drains and ends."""
+    logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
+    try:
+        host = Host(policy, parse_settings(settings or []))
+        claim(listen)
+        asyncio.run(_run(host, listen))
+    except (OSError, ValueError) as error:
+        _fail(str(error))
+    release(listen)
+
+
+def parse_settings(pairs: list[str]) -> dict[str, str]:
+    """Split key=value pairs; raises ValueError for anything else."""
+    for pair in pairs:
+        if not pair.partition("=")[0] or "=" not in pair:
+            raise ValueError(f"--set {pair}: write it as key=value")
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def claim(listen: str) -> None:
+    """Check an address and remove a socket that nobody listens on; raises OSError or ValueError."""
+    path = socket_path(listen)
+    if path is None:
+        port = listen.rpartition(":")[2]
+        if not listen.rpartition(":")[0] or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"--listen {listen}: write it as unix:/path or host:port")
+        return
+    if not path.parent.is_dir():
+        raise OSError(f"cannot listen on {path}: its folder does not exist")
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise OSError(f"cannot listen on {path}: a file of that name is there and is no socket")
+    if _listens(path):
+        raise OSError(f"cannot listen on {path}: another process does")
+    path.unlink(missing_ok=True)
+
+
+def release(listen: str) -> None:
+    """Remove our socket."""
+    path = socket_path(listen)
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def socket_path(listen: str) -> Path | None:
+    """Return the path of a unix: address, None for any other."""
+    if not listen.startswith("unix:"):
+        return None
+    return Path(listen.removeprefix("unix://").removeprefix("unix:"))
+
+
+def _listens(path: Path) -> bool:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except TimeoutError:
+            return True
+        return True
+
+
+async def _run(host: Host, listen: str) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def ready(address: str) -> None:
+        print(f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}", flush=True)
+
+    await serve_host(host, listen, ready, stop)
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"parlay serve: {text}", err=True)
+    raise typer.Exit(1)

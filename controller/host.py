@@ -1,0 +1,143 @@
+"""The controller without its wire: one policy for each engine, kept as long as the process lives.
+
+Pure: structs in, structs out. Whoever calls it does so from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from parlay.policies.policy import EngineLimits, Policy, make_policy
+from parlay.policies.types import BatchView, Plan, StepOutcome
+from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
+
+MAX_SESSIONS = 256
+"""Engines remembered; the one that left longest ago makes room for a new one."""
+_REPLACED = -1
+
+
+class UnknownVersion(ValueError):
+    """The engine speaks a protocol version that is not spoken here."""
+
+
+class UnknownEngine(ValueError):
+    """No Hello was heard from this engine."""
+
+
+class Superseded(ValueError):
+    """Another stream said hello with this engine's id."""
+
+
+class Full(ValueError):
+    """Every remembered engine is connected."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a session has seen: outcomes learned from, ignored (repeated or out of order), plans."""
+
+    outcomes: int = 0
+    ignored_outcomes: int = 0
+    plans: int = 0
+    ignored_views: int = 0
+    hellos: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine: its policy, how far its history was heard, and the stream that steers it."""
+
+    policy: Policy
+    limits: EngineLimits
+    run_id: int
+    stream: int = 0
+    last_outcome: int = -1
+    last_view: int = -1
+    counts: Counts = field(default_factory=Counts)
+
+
+class Host:
+    """Keeps a session for each engine; raises ValueError where policy or settings are unknown."""
+
+    def __init__(self, policy: str, settings: Mapping[str, str] | None = None) -> None:
+        self.policy = policy
+        self.settings = dict(settings or {})
+        self.sessions: dict[str, Session] = {}
+        self._streams = count(1)
+        make_policy(policy, self.settings)
+
+    def new_stream(self) -> int:
+        """Return a number for a stream, to pass to `hello`."""
+        return next(self._streams)
+
+    def hello(self, hello: Hello, stream: int = 0) -> tuple[Session, Welcome]:
+        """Open or resume the engine's session; stream 0 (unary calls) takes over from nobody."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise UnknownVersion(
+                f"protocol version {hello.protocol_version} is not spoken here, only"
+                f" {PROTOCOL_VERSION}: run an engine and a controller of the same release"
+            )
+        session = self.sessions.pop(hello.engine_id, None)
+        resumed = session is not None and session.limits == hello.limits
+        if session is None or not resumed:
+            if session is not None:
+                session.stream = _REPLACED
+            self._make_room()
+            policy = make_policy(self.policy, self.settings, hello.limits)
+            session = Session(policy, hello.limits, hello.run_id)
+        self.sessions[hello.engine_id] = session
+        if session.run_id != hello.run_id:
+            session.run_id, session.last_outcome, session.last_view = hello.run_id, -1, -1
+        session.stream = stream or session.stream
+        session.counts.hellos += 1
+        last = session.last_outcome if session.last_outcome >= 0 else None
+        return session, Welcome(self.policy, resumed, last)
+
+    def report(self, session: Session, stream: int, report: StepReport) -> Plan | None:
+        """Learn from the outcome, then decide on the view; None: there is nothing to decide."""
+        if session.stream != stream:
+            raise Superseded("another stream said hello with this engine id")
+        if report.outcome is not None:
+            self.observe(session, report.outcome)
+        return None if report.view is None else self.decide(session, report.view)
+
+    def observe(self, session: Session, outcome: StepOutcome) -> bool:
+        """Learn from an outcome once; False where it is repeated or out of order."""
+        if outcome.step_id <= session.last_outcome:
+            session.counts.ignored_outcomes += 1
+            return False
+        session.last_outcome = outcome.step_id
+        session.counts.outcomes += 1
+        session.policy.observe(outcome)
+        return True
+
+    def decide(self, session: Session, view: BatchView) -> Plan | None:
+        """Return a plan for a view that is newer than the last; None for any other."""
+        if view.step_id <= session.last_view:
+            session.counts.ignored_views += 1
+            return None
+        session.last_view = view.step_id
+        session.counts.plans += 1
+        return session.policy.decide(view)
+
+    def session(self, engine_id: str) -> Session:
+        """Return the session of an engine that has said hello; raises UnknownEngine."""
+        session = self.sessions.get(engine_id)
+        if session is None:
+            raise UnknownEngine(f"engine '{engine_id}' has not said hello")
+        return session
+
+    def leave(self, session: Session, stream: int) -> None:
+        """Note that a stream has ended; what was learned stays."""
+        if session.stream == stream:
+            session.stream = 0
+
+    def _make_room(self) -> None:
+        if len(self.sessions) < MAX_SESSIONS:
+            return
+        oldest = next((i for i, s in self.sessions.items() if not s.stream), None)
+        if oldest is None:
+            raise Full(f"{MAX_SESSIONS} engines are connected, which is the most at a time")
+        del self.sessions[oldest]

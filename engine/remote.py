@@ -1,0 +1,306 @@
+"""Plans from a sidecar, without ever waiting for it: the engine's end of the stream.
+
+The engine's thread puts (last outcome, view) on a queue and takes whatever plan came last. gRPC's
+writer thread encodes and sends; one thread of ours reads plans and reconnects; another ends calls
+that have gone silent. Where no plan is fresh enough a planner in this process decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from parlay.engine.planner import Planner
+from parlay.policies.policy import EngineLimits
+from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
+from parlay.protos import codec
+
+QUEUE_REPORTS = 64
+SILENCE_S = 1.0
+"""A call that owes an answer for so long is given up."""
+BACKOFF_S = (0.05, 1.0)
+SYNCHRONOUS_S = 5.0
+CLOSE_S = 1.0
+SAMPLES = 8192
+OPTIONS = (
+    ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A new channel is to try at once, not when an older one's back-off allows.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+log = logging.getLogger("parlay.remote")
+
+
+@dataclass(slots=True, frozen=True)
+class EngineInfo:
+    """Who the engine says it is: a name that outlives restarts, and what it can do."""
+
+    engine_id: str
+    limits: EngineLimits = field(default_factory=EngineLimits)
+
+
+@dataclass(slots=True)
+class RemoteStats:
+    """What came of asking the sidecar, in steps unless said.
+
+    late_steps followed a plan older than the step before. dropped_reports were thrown away because
+    the sidecar was behind or gone. reconnects: streams welcomed after the first. engine_thread_us:
+    what each of the newest steps cost the engine's thread, without the fallback's own work.
+    """
+
+    plans_remote: int = 0
+    plans_local: int = 0
+    late_steps: int = 0
+    dropped_reports: int = 0
+    reconnects: int = 0
+    last_error: str = ""
+    engine_thread_us: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    @property
+    def fresh_share(self) -> float:
+        """Return the share of steps that followed a plan of this step or the one before."""
+        steps = self.plans_remote + self.plans_local
+        return (self.plans_remote - self.late_steps) / steps if steps else 0.0
+
+
+@dataclass(slots=True)
+class _Report:
+    """One step on its way out: its run of step ids, what ended, what starts."""
+
+    run: int
+    outcome: StepOutcome | None
+    view: BatchView | None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One stream; asked_s: when it was first asked something since its last answer, if it was."""
+
+    channel: grpc.Channel
+    stream: Any = None
+    open: bool = True
+    welcomed: bool = False
+    draining: bool = False
+    asked_s: float | None = None
+    written: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self) -> None:
+        if self.asked_s is None:
+            self.asked_s = time.monotonic()
+
+    @property
+    def silent(self) -> bool:
+        asked_s = self.asked_s
+        return asked_s is not None and time.monotonic() - asked_s > SILENCE_S
+
+
+class RemotePlanner:
+    """A Planner that asks the sidecar at `target` (unix:/path or host:port); `fallback` stands in.
+
+    A plan is computed from the view of one step and used from the next one on. Views and outcomes
+    are encoded later, on another thread: whoever passes them does not write to their arrays again.
+    synchronous waits for the plan of this very step (for tests: decides as a local policy would).
+    """
+
+    def __init__(
+        self, target: str, info: EngineInfo, fallback: Planner, synchronous: bool = False
+    ) -> None:
+        self.stats = RemoteStats()
+        self._target, self._info, self._fallback = target, info, fallback
+        self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[Plan] | None = queue.SimpleQueue() if synchronous else None
+        self._plan: Plan | None = None
+        self._outcome: StepOutcome | None = None
+        self._last_step = -1
+        self._run = int.from_bytes(os.urandom(7), "little")
+        self._call: _Call | None = None
+        self._known = False
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._stay_connected, name="parlay-remote", daemon=True),
+            threading.Thread(target=self._watch, name="parlay-remote-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
+        """Send this step's report; return the newest plan, or where it is too old the fallback's."""
+        start = time.perf_counter_ns()
+        if view.step_id <= self._last_step:
+            self._flush()
+            self._run, self._plan = self._run + 1, None
+        self._last_step = view.step_id
+        self._put(_Report(self._run, self._outcome, view))
+        self._outcome = None
+        plan = self._plan if self._plans is None else self._wait(view.step_id, self._plans)
+        age = -1 if plan is None else view.step_id - plan.step_id
+        self.stats.engine_thread_us.append((time.perf_counter_ns() - start) / 1e3)
+        if plan is not None and 0 <= age <= plan.expires_after_steps:
+            self.stats.plans_remote += 1
+            self.stats.late_steps += age > 1
+            return plan, PlanSource.REMOTE
+        self.stats.plans_local += 1
+        return self._fallback.plan(view)[0], PlanSource.LOCAL
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Keep the outcome for the next report; the fallback hears it too."""
+        self._flush()
+        self._outcome = outcome
+        self._fallback.observe(outcome)
+
+    @property
+    def connected(self) -> bool:
+        """Say whether the sidecar has welcomed us on the stream that is open."""
+        call = self._call
+        return call is not None and call.open and call.welcomed
+
+    def close(self) -> None:
+        """Send the last outcome, leave in good order, and let go; takes a few seconds at most."""
+        if self._closing.is_set():
+            return
+        self._flush()
+        self._closing.set()
+        self._reports.put(None)
+        self._threads[0].join(CLOSE_S)
+        if (call := self._call) is not None and call.stream is not None:
+            call.stream.cancel()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        self._fallback.close()
+
+    def _flush(self) -> None:
+        """Send an outcome that no view has followed."""
+        if self._outcome is not None:
+            self._put(_Report(self._run, self._outcome, None))
+            self._outcome = None
+
+    def _put(self, report: _Report) -> None:
+        if self._reports.qsize() >= QUEUE_REPORTS:
+            with contextlib.suppress(queue.Empty):
+                self.stats.dropped_reports += self._reports.get_nowait() is not None
+        self._reports.put(report)
+
+    def _wait(self, step_id: int, plans: queue.SimpleQueue[Plan]) -> Plan | None:
+        deadline_s = time.monotonic() + SYNCHRONOUS_S
+        with contextlib.suppress(queue.Empty):
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                plan = plans.get(timeout=left_s)
+                if plan.step_id == step_id:
+                    return plan
+        return None
+
+    def _stay_connected(self) -> None:
+        """Keep a stream open until closed; runs in a thread of its own."""
+        backoff_s = BACKOFF_S[0]
+        while not self._closing.is_set():
+            call = self._call = _Call(grpc.insecure_channel(self._target, options=OPTIONS))
+            error = self._talk(call)
+            self._hang_up(call)
+            if error != self.stats.last_error and not self._closing.is_set():
+                log.warning("no sidecar target=%s error=%r", self._target, error)
+            self.stats.last_error = error
+            backoff_s = BACKOFF_S[0] if call.welcomed else min(2 * backoff_s, BACKOFF_S[1])
+            self._closing.wait(backoff_s * random.uniform(0.5, 1.0))
+
+    def _talk(self, call: _Call) -> str:
+        """Open one stream and read it to its end; return why it ended."""
+        requests: Any = self._write(call)
+        try:
+            call.stream = call.channel.stream_stream(codec.STEER)(requests)
+            for data in call.stream:
+                call.asked_s = None
+                self._read(call, codec.decode_response(data))
+        except grpc.RpcError as error:
+            return (
+                f"{call.stream.code().name}: {call.stream.details()}" if call.stream else str(error)
+            )
+        except ValueError as error:
+            return f"malformed answer: {error}"
+        return "the sidecar is draining" if call.draining else "the stream has ended"
+
+    def _read(self, call: _Call, response: codec.Response | None) -> None:
+        if isinstance(response, Plan):
+            self._plan = response
+            if self._plans is not None:
+                self._plans.put(response)
+        elif isinstance(response, codec.Welcome) and not call.welcomed:
+            self.stats.reconnects += self._known
+            self.stats.last_error = ""
+            self._known = call.welcomed = True
+        elif isinstance(response, codec.Config) and response.draining:
+            call.draining = True
+            self._reports.put(None)
+
+    def _write(self, call: _Call) -> Iterator[bytes]:
+        """Yield encoded requests as the engine reports; gRPC runs this in its writer thread."""
+        try:
+            run = self._run
+            yield self._hello(call, run)
+            while (report := self._next(call)) is not None:
+                if report.run != run:
+                    run = report.run
+                    yield self._hello(call, run)
+                try:
+                    data = codec.encode_request(codec.StepReport(report.outcome, report.view))
+                except ValueError as error:
+                    log.warning("report dropped error=%r", str(error))
+                    self.stats.dropped_reports += 1
+                    continue
+                if report.view is not None:
+                    call.ask()
+                yield data
+            if call.open:
+                yield codec.encode_request(codec.Bye())
+        finally:
+            call.written.set()
+
+    def _hello(self, call: _Call, run: int) -> bytes:
+        call.ask()
+        return codec.encode_request(codec.Hello(self._info.engine_id, self._info.limits, run))
+
+    def _next(self, call: _Call) -> _Report | None:
+        """Return the next report to send; None: it is time to leave."""
+        while call.open and not call.draining:
+            report = self._reports.get()
+            if report is None:
+                if self._closing.is_set():
+                    return None
+            elif not call.open or call.draining:
+                self.stats.dropped_reports += 1
+            elif self._plans is None and report.view is not None and self._reports.qsize():
+                # A newer view waits behind this one: only what this step teaches is worth sending.
+                if report.outcome is not None:
+                    return _Report(report.run, report.outcome, None)
+            else:
+                return report
+        return None
+
+    def _hang_up(self, call: _Call) -> None:
+        """End a call and its writer, so that no report goes astray into the next one."""
+        call.open = False
+        self._reports.put(None)
+        if call.stream is not None:
+            call.stream.cancel()
+            call.written.wait(SILENCE_S)
+        call.channel.close()
+
+    def _watch(self) -> None:
+        """End calls that have gone silent; runs in a thread of its own."""
+        while not self._closing.wait(SILENCE_S / 4):
+            call = self._call
+            if call is not None and call.stream is not None and call.silent:
+                call.stream.cancel()
