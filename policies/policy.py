@@ -30,9 +30,9 @@ class EngineLimits:
 class Policy(Protocol):
     """Decides what each request drafts; deterministic from its settings, seed and history.
 
-    `decide` reads a view and returns a plan; `observe` learns from what a step did. `state` and `load`
-    are plain arrays. `delta` and `merge` exchange what replicas learn: sufficient statistics since a
-    state_version.
+    `decide` reads a view and returns a plan; `observe` learns from what a step did. `state` and
+    `load` are plain arrays. `delta` and `merge` exchange what replicas learn: sufficient statistics
+    since a state_version.
     """
 
     @property
@@ -112,7 +112,9 @@ _MODULES = (
 )
 
 
-def register(name: str, settings: type[Settings]) -> Callable[[Callable[[Settings, EngineLimits], Policy]], Any]:
+def register(
+    name: str, settings: type[Settings]
+) -> Callable[[Callable[[Settings, EngineLimits], Policy]], Any]:
     """Register a policy class or factory called with (settings, limits) under `name`."""
 
     def add(make: Callable[[Settings, EngineLimits], Policy]) -> Any:
@@ -129,10 +131,13 @@ def registry() -> dict[str, Entry]:
     return dict(_REGISTRY)
 
 
-def make_policy(name: str, settings: Mapping[str, Any] | None = None, limits: EngineLimits | None = None) -> Policy:
+def make_policy(
+    name: str, settings: Mapping[str, Any] | None = None, limits: EngineLimits | None = None
+) -> Policy:
     """Make the policy `name`; `settings` may hold strings, as from `--set key=value`.
 
-    Raises ValueError where the name or a setting is unknown, or a value has the wrong type or range.
+    Raises ValueError where the name or a setting is unknown, or a value has the wrong type or
+    range.
     """
     known = registry()
     if name not in known:
@@ -142,7 +147,8 @@ def make_policy(name: str, settings: Mapping[str, Any] | None = None, limits: En
     values: dict[str, Any] = {}
     for key, value in (settings or {}).items():
         if key not in fields:
-            raise ValueError(f"policy '{name}' has no setting '{key}'; it has {', '.join(sorted(fields)) or 'none'}")
+            known_settings = ", ".join(sorted(fields)) or "none"
+            raise ValueError(f"policy '{name}' has no setting '{key}'; it has {known_settings}")
         values[key] = _parse(name, key, value, fields[key].default)
     return entry.make(entry.settings(**values), limits or EngineLimits())
 
@@ -157,5 +163,9 @@ def _parse(policy: str, key: str, value: Any, default: Any) -> Any:
             return tuple(type(default[0])(part) for part in value.split(","))
         return type(default)(value)
     except (ValueError, KeyError):
-        kind = "list of " + type(default[0]).__name__ if isinstance(default, tuple) else type(default).__name__
+        kind = (
+            "list of " + type(default[0]).__name__
+            if isinstance(default, tuple)
+            else type(default).__name__
+        )
         raise ValueError(f"policy '{policy}': setting {key}={value} is not a {kind}") from None

@@ -100,14 +100,14 @@ _EDGES = np.asarray(MATCH_EDGES)
 class BatchView:
     """The batch as the policy may see it before step `step_id`; the engine fills every field.
 
-    Per row [rows]: request_id u64; task u32, 0 unknown; context_tokens, output_tokens i32, tokens so
-    far; prefill_tokens i32, prompt tokens computed in this step (such a row cannot draft);
-    temperature f32, 0 greedy; max_k i32, what request, length and cache still allow;
-    proposer_mask u8, bit p set where proposer p is allowed and there; tpot_target_ms f32, nan none;
-    recent_accept f32, discounted mean of emitted tokens a step; match_tokens i32, the n-gram's longest
-    suffix match now; draft_kv_lag i32, tokens the draft model must catch up; seeded bool.
-    Batch-wide: requests running and waiting, KV blocks free and in all, KV tokens held, and
-    bucket_edges i32, the padded token counts a step can have (empty: any).
+    Per row [rows]: request_id u64; task u32, 0 unknown; context_tokens, output_tokens i32, tokens
+    so far; prefill_tokens i32, prompt tokens computed in this step (such a row cannot draft);
+    temperature f32, 0 greedy; max_k i32, what request, length and cache still allow; proposer_mask
+    u8, bit p set where proposer p is allowed and there; tpot_target_ms f32, nan none; recent_accept
+    f32, discounted mean of emitted tokens a step; match_tokens i32, the n-gram's longest suffix
+    match now; draft_kv_lag i32, tokens the draft model must catch up; seeded bool. Batch-wide:
+    requests running and waiting, KV blocks free and in all, KV tokens held, and bucket_edges i32,
+    the padded token counts a step can have (empty: any).
     """
 
     request_id: Array
@@ -162,16 +162,16 @@ class Plan:
 
     Per row [rows]: request_id u64; proposer u8; k i16; shadow bool, run the draft model only to
     observe; propensity f32, the probability with which this (proposer, k) was chosen; reason u8.
-    survival f32 [rows, PROPOSERS, K]: P(first j drafts all accepted), or None where the policy has no
-    estimates (then proposer and k are applied as they stand).
-    match_hazard f32 [len(MATCH_EDGES) + 1, K] and match_frailty f32 [rows]: the n-gram's hazard by match
-    bucket and each row's multiplier on it, so that a plan made one step ago follows the match length
-    of now; both or neither.
-    token_value_ms: what one emitted token is worth in step time (1 / goodput); marginal_token_price_ms:
-    what one more verified token costs; draft_token_price_ms f32 [PROPOSERS]: what drafting one costs.
-    A token is worth drafting while survival * token_value_ms >= its two prices; nan: no prices.
-    budget_tokens: drafted tokens the batch may verify, fixed before drafting; NO_BUDGET: no limit.
-    calibration f32 [PROPOSERS, 2]: slope and offset from a drafter's confidence (log-odds) to acceptance.
+    survival f32 [rows, PROPOSERS, K]: P(first j drafts all accepted), or None where the policy has
+    no estimates (then proposer and k are applied as they stand). match_hazard f32 [len(MATCH_EDGES)
+    + 1, K] and match_frailty f32 [rows]: the n-gram's hazard by match bucket and each row's
+    multiplier on it, so that a plan made one step ago follows the match length of now; both or
+    neither. token_value_ms: what one emitted token is worth in step time (1 / goodput);
+    marginal_token_price_ms: what one more verified token costs; draft_token_price_ms f32
+    [PROPOSERS]: what drafting one costs. A token is worth drafting while survival * token_value_ms
+    >= its two prices; nan: no prices. budget_tokens: drafted tokens the batch may verify, fixed
+    before drafting; NO_BUDGET: no limit. calibration f32 [PROPOSERS, 2]: slope and offset from a
+    drafter's confidence (log-odds) to acceptance.
     """
 
     request_id: Array
@@ -201,7 +201,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Fitted:
-    """A plan fitted to the batch that is there: per row of the view, proposer u8, k and verify_k i32.
+    """A plan fitted to the batch that is there, by row of the view: proposer u8, k, verify_k i32.
 
     follows bool: the row was in the plan (else it got a default). shadow bool, propensity f32 and
     reason u8 are carried over from the plan's row.
@@ -241,14 +241,15 @@ class ShadowRows:
 class StepOutcome:
     """What step `step_id` did; the engine fills every field.
 
-    Per row [rows]: request_id u64; task u32; proposer u8; requested_k, drafted_k, verified_k, accepted
-    (before EOS, stop or length cropped it) i16; emitted i16, tokens committed (0 while the prompt is
-    being computed); match_tokens i32, the match length the draft was made with; truncated_by u8;
-    plan_source u8; plan_step_id u64, the step whose view the plan was computed from; confidences f32
-    [rows, K], the drafter's probability of each drafted token's place before it was drawn, nan none.
-    Batch-wide: padded_tokens, rows of the verify pass; prefill_tokens among them; kv_tokens read;
-    draft_ms f32 [PROPOSERS]; draft_depth, passes of the draft model; verify_ms; step_ms, from the end
-    of the step before (or from the start, after idleness) to the end of this.
+    Per row [rows]: request_id u64; task u32; proposer u8; requested_k, drafted_k, verified_k,
+    accepted (before EOS, stop or length cropped it) i16; emitted i16, tokens committed (0 while the
+    prompt is being computed); match_tokens i32, the match length the draft was made with;
+    truncated_by u8; plan_source u8; plan_step_id u64, the step whose view the plan was computed
+    from; confidences f32 [rows, K], the drafter's probability of each drafted token's place before
+    it was drawn, nan none. Batch-wide: padded_tokens, rows of the verify pass; prefill_tokens among
+    them; kv_tokens read; draft_ms f32 [PROPOSERS]; draft_depth, passes of the draft model;
+    verify_ms; step_ms, from the end of the step before (or from the start, after idleness) to the
+    end of this.
     """
 
     request_id: Array

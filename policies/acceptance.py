@@ -1,0 +1,294 @@
+"""What will be accepted: censored discrete hazards with a frailty for each task and request.
+
+hazard[c, j] = P(reject at position j | reached) in channel c (the n-gram has one a match bucket,
+other proposers one each). A row is at risk at positions j <= accepted + 1 and j <= verified; full
+acceptance censors. k was chosen from the request's own history, so rows seen deep are the easy
+ones: a request's frailty z multiplies its hazards, z = (a y + rejections) / (a + expected), y the
+task's, and exposures are weighted by the z that was known just before each position. Rejections
+minus z * hazard is then a martingale whatever chose k, and the pooled hazards are those of an
+average request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from parlay.policies.allocate import HAZARD_CEILING, ngram_survival
+from parlay.policies.types import (
+    MATCH_EDGES,
+    PROPOSERS,
+    Array,
+    Proposer,
+    ShadowKind,
+    StepOutcome,
+    match_bucket,
+)
+
+_BUCKETS = len(MATCH_EDGES) + 1
+CHANNELS = _BUCKETS + PROPOSERS - 2
+"""N-gram match buckets, then the draft model, then Medusa."""
+
+# Optimistic: a proposer that is never tried teaches nothing. Worth many observations, because the
+# first positions after a prompt accept little and sixteen requests may start in one step.
+_PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4])
+_PRIOR_ROWS = 24.0
+_NEIGHBOUR_ROWS = 12.0
+_NEIGHBOUR_REACH = 0.5
+_HALF_LIFE_ROWS = 600.0
+_TASK_STRENGTH = 6.0
+_TASK_HALF_LIFE_ROWS = 400.0
+_REQUEST_STRENGTH = 2.5
+_REQUEST_DECAY = 0.96
+_FIRST_TOKENS = 2
+_FIRST_WEIGHT = 0.25
+_TASKS = 32
+_FORGET_STEPS = 512
+_HAZARD_FLOOR = 0.005
+
+
+def channel_of(proposer: Array, match_tokens: Array) -> Array:
+    """Return the channel of each row; meaningless where proposer is NONE."""
+    other = _BUCKETS + proposer.astype(np.intp) - Proposer.DRAFT_MODEL
+    return np.where(proposer == Proposer.NGRAM, match_bucket(match_tokens), other)
+
+
+class Acceptance:
+    """Estimates survival per request and proposer; learns from every verified or shadowed draft."""
+
+    def __init__(self, k_max: int) -> None:
+        self.k_max = k_max
+        self.rejected = np.zeros((CHANNELS, k_max))
+        self.exposed = np.zeros((CHANNELS, k_max))
+        self.hazard = np.zeros((CHANNELS, k_max))
+        self.version = 0
+        self._total = np.zeros((2, CHANNELS, k_max))
+        self._snapshots = {0: self._total.copy()}
+        self._task_row: dict[int, int] = {0: 0}
+        self._task_seen = np.zeros(_TASKS, np.int64)
+        self._task = np.zeros((2, _TASKS, PROPOSERS))
+        self._row: dict[int, int] = {}
+        self._free: list[int] = []
+        self._request = np.zeros((2, 0, PROPOSERS))
+        self._request_task = np.zeros(0, np.intp)
+        self._seen = np.zeros(0, np.int64)
+        self._output = np.zeros(0, np.int64)
+        places = np.arange(k_max)
+        lag = places - places[:, None]
+        self._neighbours = np.where(lag >= 0, _NEIGHBOUR_REACH ** np.maximum(lag, 0), 0.0)
+        self._refit()
+
+    def rows_of(self, request_id: Array, task: Array, output_tokens: Array | None = None) -> Array:
+        """Return each request's row in the tables, making new ones."""
+        rows = [self._row.get(r, -1) for r in request_id.tolist()]
+        if -1 in rows:
+            for place, row in enumerate(rows):
+                if row < 0:
+                    start = 0 if output_tokens is None else int(output_tokens[place])
+                    rows[place] = self._add(int(request_id[place]), int(task[place]), start)
+        found = np.asarray(rows, np.intp)
+        self._seen[found] = self.version
+        return found
+
+    def frailty(self, rows: Array) -> Array:
+        """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
+        tasks = self._request_task[rows]
+        prior = _REQUEST_STRENGTH * self._task_frailty()[tasks]
+        rejected, expected = self._request[:, rows]
+        frailty: Array = (prior + rejected) / (_REQUEST_STRENGTH + expected)
+        return frailty
+
+    def survival(self, frailty: Array, match_tokens: Array) -> Array:
+        """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match."""
+        survival = np.zeros((len(frailty), PROPOSERS, self.k_max), np.float32)
+        hazard = self.match_hazard()[match_bucket(match_tokens)]
+        survival[:, Proposer.NGRAM] = ngram_survival(
+            hazard, frailty[:, Proposer.NGRAM].astype(np.float32), match_tokens
+        )
+        reject = np.minimum(frailty[:, 2:, None] * self.hazard[_BUCKETS:], HAZARD_CEILING)
+        survival[:, 2:] = np.cumprod(1.0 - reject, axis=2)
+        return survival
+
+    def match_hazard(self) -> Array:
+        """Return f32 [match buckets, K] for the plan."""
+        return self.hazard[:_BUCKETS].astype(np.float32)
+
+    def observe(self, outcome: StepOutcome) -> Array:
+        """Learn from a step; return bool [PROPOSERS], whose drafts it showed."""
+        self.version += 1
+        shown = np.zeros(PROPOSERS, bool)
+        if len(outcome):
+            rows = self.rows_of(outcome.request_id, outcome.task)
+            self._learn(outcome, rows, shown)
+            self._output[rows] += outcome.emitted
+        if self.version % 64 == 0:
+            self._forget()
+        return shown
+
+    def _learn(self, outcome: StepOutcome, rows: Array, shown: Array) -> None:
+        """Take verified drafts and shadow rows, which look alike; `seen` is what could be seen."""
+        used = np.flatnonzero((outcome.verified_k > 0) & (outcome.proposer > 0))
+        shadow = outcome.shadow
+        match = np.flatnonzero((shadow.kind == ShadowKind.MATCH) & (shadow.observed > 0))
+        known = [self._row.get(r, -1) for r in shadow.request_id[match].tolist()]
+        row = np.concatenate([rows[used], np.asarray(known, np.intp)])
+        proposer = np.concatenate([outcome.proposer[used], shadow.proposer[match]]).astype(np.intp)
+        matched = np.concatenate([outcome.match_tokens[used], shadow.match_tokens[match]])
+        accepted = np.concatenate([outcome.accepted[used], shadow.matched[match]]).astype(np.int64)
+        seen = np.concatenate([outcome.verified_k[used], shadow.observed[match]]).astype(np.int64)
+        keep = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
+        if keep.any():
+            channel = channel_of(proposer, matched)
+            self._count(row[keep], proposer[keep], channel[keep], accepted[keep], seen[keep])
+            shown[proposer[keep]] = True
+
+    def _count(
+        self, row: Array, proposer: Array, channel: Array, accepted: Array, seen: Array
+    ) -> None:
+        place = np.arange(self.k_max)
+        at_risk = place < np.minimum(accepted + 1, seen)[:, None]
+        failed = (accepted < seen) & (accepted < self.k_max)
+        hazard = np.where(at_risk, self.hazard[channel], 0.0)
+        before = np.cumsum(hazard, axis=1) - hazard
+        task = self._request_task[row]
+        task_frailty = self._task_frailty()[task, proposer]
+        rejected, expected = self._request[:, row, proposer]
+        prior = (_REQUEST_STRENGTH * task_frailty + rejected)[:, None]
+        frailty = prior / (_REQUEST_STRENGTH + expected[:, None] + before)
+        weight = np.where(self._output[row] < _FIRST_TOKENS, _FIRST_WEIGHT, 1.0)
+        self._age(row, proposer, task)
+        exposure = np.where(at_risk, frailty, 0.0) * weight[:, None]
+        rejection = (place == accepted[:, None]) * (failed * weight)[:, None]
+        for table in ((self.rejected, self.exposed), self._total):
+            np.add.at(table[0], channel, rejection)
+            np.add.at(table[1], channel, exposure)
+        np.add.at(self._request[0], (row, proposer), failed * weight)
+        np.add.at(self._request[1], (row, proposer), hazard.sum(axis=1) * weight)
+        relative = (exposure * hazard).sum(axis=1) / task_frailty
+        np.add.at(self._task[0], (task, proposer), failed * weight)
+        np.add.at(self._task[1], (task, proposer), relative)
+        self._refit()
+
+    def _age(self, row: Array, proposer: Array, task: Array) -> None:
+        """Discount what is known, each table by the rows it is about to take."""
+        decay = 0.5 ** (np.bincount(proposer, minlength=PROPOSERS) / _HALF_LIFE_ROWS)
+        by_channel = np.concatenate([np.full(_BUCKETS, decay[Proposer.NGRAM]), decay[2:]])
+        self.rejected *= by_channel[:, None]
+        self.exposed *= by_channel[:, None]
+        self._request[:, row, proposer] *= _REQUEST_DECAY
+        counts = np.bincount(task * PROPOSERS + proposer, minlength=_TASKS * PROPOSERS)
+        self._task *= 0.5 ** (counts.reshape(_TASKS, PROPOSERS) / _TASK_HALF_LIFE_ROWS)
+
+    def _refit(self) -> None:
+        """Shrink each position to the shallower ones near it, and those to the prior."""
+        prior = _PRIOR_ROWS * _PRIOR_HAZARD[:, None]
+        near = (prior + self.rejected @ self._neighbours) / (
+            _PRIOR_ROWS + self.exposed @ self._neighbours
+        )
+        hazard = (_NEIGHBOUR_ROWS * near + self.rejected) / (_NEIGHBOUR_ROWS + self.exposed)
+        self.hazard = np.clip(hazard, _HAZARD_FLOOR, HAZARD_CEILING)
+
+    def _task_frailty(self) -> Array:
+        rejected, expected = self._task
+        frailty: Array = (_TASK_STRENGTH + rejected) / (_TASK_STRENGTH + expected)
+        return frailty
+
+    def _add(self, request_id: int, task: int, output_tokens: int) -> int:
+        if not self._free:
+            self._grow(max(64, len(self._seen)))
+        row = self._free.pop()
+        self._row[request_id] = row
+        self._request[:, row] = 0.0
+        self._request_task[row] = self._task_of(task)
+        self._output[row] = output_tokens
+        return row
+
+    def _grow(self, more: int) -> None:
+        size = len(self._seen)
+        self._request = np.concatenate([self._request, np.zeros((2, more, PROPOSERS))], axis=1)
+        self._request_task = np.concatenate([self._request_task, np.zeros(more, np.intp)])
+        self._seen = np.concatenate([self._seen, np.zeros(more, np.int64)])
+        self._output = np.concatenate([self._output, np.zeros(more, np.int64)])
+        self._free.extend(range(size + more - 1, size - 1, -1))
+
+    def _task_of(self, task: int) -> int:
+        row = self._task_row.get(task)
+        if row is None:
+            row = len(self._task_row)
+            if row == _TASKS:
+                oldest = min(
+                    (t for t in self._task_row if t),
+                    key=lambda t: self._task_seen[self._task_row[t]],
+                )
+                row = self._task_row.pop(oldest)
+                self._task[:, row] = 0.0
+            self._task_row[task] = row
+        self._task_seen[row] = self.version
+        return row
+
+    def _forget(self) -> None:
+        gone = [r for r, row in self._row.items() if self.version - self._seen[row] > _FORGET_STEPS]
+        for request_id in gone:
+            self._free.append(self._row.pop(request_id))
+
+    def state(self) -> dict[str, Array]:
+        """Return everything that later estimates depend on."""
+        rows = np.fromiter(self._row.values(), np.intp, len(self._row))
+        tasks = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
+        return {
+            "version": np.asarray(self.version),
+            "rejected": self.rejected.copy(),
+            "exposed": self.exposed.copy(),
+            "task_id": np.fromiter(self._task_row, np.uint32, len(tasks)),
+            "task_seen": self._task_seen[tasks],
+            "task_counts": self._task[:, tasks],
+            "request_id": np.fromiter(self._row, np.uint64, len(rows)),
+            "request_counts": self._request[:, rows],
+            "request_task": np.argsort(tasks)[self._request_task[rows]],
+            "request_seen": self._seen[rows],
+            "request_output": self._output[rows],
+        }
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Take a state from `state()`; raises ValueError where shapes or names do not fit."""
+        fresh = type(self)(self.k_max)
+        missing = set(fresh.state()) - set(state)
+        if missing:
+            raise ValueError(f"acceptance state lacks {', '.join(sorted(missing))}")
+        if np.shape(state["rejected"]) != (CHANNELS, self.k_max):
+            raise ValueError(
+                f"acceptance state is for {np.shape(state['rejected'])} channels and positions,"
+                f" not {(CHANNELS, self.k_max)}: load it with the k_max that it was saved with"
+            )
+        self.__dict__.update(fresh.__dict__)
+        self.version = int(state["version"])
+        self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
+        self._task_row = {int(t): row for row, t in enumerate(state["task_id"])}
+        self._task_seen[: len(self._task_row)] = state["task_seen"]
+        self._task[:, : len(self._task_row)] = state["task_counts"]
+        for place, request_id in enumerate(state["request_id"].tolist()):
+            row = self._add(int(request_id), 0, int(state["request_output"][place]))
+            self._request[:, row] = state["request_counts"][:, place]
+            self._request_task[row] = state["request_task"][place]
+            self._seen[row] = state["request_seen"][place]
+        self._refit()
+
+    def delta(self, since: int) -> dict[str, Array]:
+        """Return what was counted since `since`, a version that an earlier delta returned, or 0."""
+        if since not in self._snapshots:
+            raise ValueError(f"no delta was taken at version {since}; ask for one since 0")
+        counts = self._total - self._snapshots[since]
+        self._snapshots[self.version] = self._total.copy()
+        for old in sorted(self._snapshots)[1:-8]:
+            del self._snapshots[old]
+        return {"version": np.asarray(self.version), "counts": counts}
+
+    def merge(self, deltas: list[dict[str, Array]]) -> None:
+        """Add others' counts as if seen here; raises ValueError where the shape is wrong."""
+        for delta in deltas:
+            if "counts" not in delta or np.shape(delta["counts"]) != self._total.shape:
+                raise ValueError(f"a delta needs counts of shape {self._total.shape}")
+            self.rejected += delta["counts"][0]
+            self.exposed += delta["counts"][1]
+        self._refit()

@@ -1,0 +1,242 @@
+"""Fit a plan to the batch that is really there: budgets, prices, clips. Pure; runs every step.
+
+A plan may be some steps old: requests have joined or left and n-gram matches have grown or broken.
+`fit_plan` looks rows up by request, follows the match length of now, and never lets what a row
+drafts depend on a token that has been drawn (the budget is the plan's; confidences only rank).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parlay.policies.types import (
+    NO_BUDGET,
+    PROPOSERS,
+    Array,
+    BatchView,
+    Fitted,
+    Plan,
+    Proposer,
+    Reason,
+    match_bucket,
+)
+
+HAZARD_CEILING = 0.98
+"""No estimate of a rejection's probability is above this: a proposer can always come back."""
+_SAME = 1e-5
+
+
+def fit_plan(
+    plan: Plan | None,
+    view: BatchView,
+    drafted: Array | None = None,
+    confidences: Array | None = None,
+) -> Fitted:
+    """Return what each row of `view` drafts and verifies under `plan`; None speculates nowhere.
+
+    Before drafting, without `drafted`, verify_k is k. After drafting, `drafted` i32 [rows] and
+    `confidences` f32 [rows, K] decide verify_k: all that was drafted, unless the plan's budget
+    binds; then the tokens with the largest product of calibrated confidences up to their own place,
+    each made before its token was drawn. proposer, k and the rest are the same in both calls.
+    """
+    rows = len(view)
+    if plan is None or rows == 0:
+        return _nothing(rows)
+    index, follows = _rows_in(plan, view)
+    fit = _as_planned(plan, view, index, follows)
+    survival = _survival_now(plan, view, index) if len(plan) else None
+    if survival is not None and np.isfinite(plan.token_value_ms):
+        _decide_again(plan, view, index, fit, survival)
+    _clip(view, fit)
+    chosen = None if survival is None else _of_chosen(survival, fit.proposer)
+    if chosen is not None and len(view.bucket_edges):
+        _fill_bucket(plan, view, fit, chosen)
+    if plan.budget_tokens != NO_BUDGET and fit.k.sum() > plan.budget_tokens:
+        fit.k = keep_top(chosen, fit.k, plan.budget_tokens)
+    fit.proposer[fit.k == 0] = Proposer.NONE
+    fit.verify_k = (
+        fit.k.copy() if drafted is None else _verify(plan, fit, chosen, drafted, confidences)
+    )
+    return fit
+
+
+def keep_top(survival: Array | None, k: Array, budget: int) -> Array:
+    """Return k i32 [rows] cut to `budget` tokens in all, those with the largest survival.
+
+    Ties go to the earlier place, then the earlier row; survival None ties everywhere. Each row
+    keeps a prefix, because survival [rows, K] falls along a row.
+    """
+    rows, depth = len(k), int(k.max(initial=0))
+    if budget <= 0 or depth == 0:
+        return np.zeros(rows, np.int32)
+    value = np.ones((rows, depth)) if survival is None else survival[:, :depth]
+    value = np.where(np.arange(depth) < k[:, None], value, -1.0)
+    order = np.argsort(-value.T.ravel(), kind="stable")[: min(budget, int(k.sum()))]
+    return np.bincount(order % rows, minlength=rows).astype(np.int32)
+
+
+def _nothing(rows: int) -> Fitted:
+    return Fitted(
+        proposer=np.zeros(rows, np.uint8),
+        k=np.zeros(rows, np.int32),
+        verify_k=np.zeros(rows, np.int32),
+        follows=np.zeros(rows, bool),
+        shadow=np.zeros(rows, bool),
+        propensity=np.ones(rows, np.float32),
+        reason=np.zeros(rows, np.uint8),
+    )
+
+
+def _rows_in(plan: Plan, view: BatchView) -> tuple[Array, Array]:
+    """Return each view row's index in the plan, and whether it is there (else the index is 0)."""
+    rows = len(view)
+    if len(plan) == rows and np.array_equal(plan.request_id, view.request_id):
+        return np.arange(rows), np.ones(rows, bool)
+    if len(plan) == 0:
+        return np.zeros(rows, np.intp), np.zeros(rows, bool)
+    order = np.argsort(plan.request_id)
+    place = np.searchsorted(plan.request_id, view.request_id, sorter=order)
+    index = order[np.minimum(place, len(plan) - 1)]
+    follows = plan.request_id[index] == view.request_id
+    return np.where(follows, index, 0), follows
+
+
+def _as_planned(plan: Plan, view: BatchView, index: Array, follows: Array) -> Fitted:
+    fit = _nothing(len(view))
+    fit.follows = follows
+    if len(plan):
+        fit.proposer = np.where(follows, plan.proposer[index], 0).astype(np.uint8)
+        fit.k = np.where(follows, plan.k[index], 0).astype(np.int32)
+        fit.shadow = follows & plan.shadow[index]
+        fit.propensity = np.where(follows, plan.propensity[index], 1.0).astype(np.float32)
+        fit.reason = np.where(follows, plan.reason[index], 0).astype(np.uint8)
+    if plan.defaults is not None and not follows.all():
+        new = np.flatnonzero(~follows)
+        tasks = plan.defaults.task
+        same = view.task[new][:, None] == tasks
+        same |= (tasks == 0) & ~same.any(axis=1, keepdims=True)
+        found = same.any(axis=1)
+        row = same.argmax(axis=1)[found]
+        fit.proposer[new[found]] = plan.defaults.proposer[row]
+        fit.k[new[found]] = plan.defaults.k[row]
+    return fit
+
+
+def _survival_now(plan: Plan, view: BatchView, index: Array) -> Array | None:
+    """Return f32 [rows, PROPOSERS, K] with the n-gram's column for the match lengths of now."""
+    if plan.survival is None:
+        return None
+    survival: Array = plan.survival[index]
+    if plan.match_hazard is not None and plan.match_frailty is not None:
+        hazard = plan.match_hazard[match_bucket(view.match_tokens)]
+        survival[:, Proposer.NGRAM] = ngram_survival(
+            hazard, plan.match_frailty[index], view.match_tokens
+        )
+    return survival
+
+
+def ngram_survival(hazard: Array, frailty: Array, match_tokens: Array) -> Array:
+    """Return f32 [rows, K]: P(first j n-gram tokens hold), 0 without a match; hazard [rows, K]."""
+    reject = np.minimum(hazard * frailty[:, None], HAZARD_CEILING)
+    survival: Array = np.cumprod(1.0 - reject, axis=1) * (match_tokens > 0)[:, None]
+    return survival.astype(np.float32)
+
+
+def _decide_again(plan: Plan, view: BatchView, index: Array, fit: Fitted, survival: Array) -> None:
+    """Choose proposer and k at the plan's prices for rows whose match is not what it was.
+
+    Passes of a drafting model are shared by the batch: a row joins them only as deep as others go.
+    """
+    assert plan.survival is not None
+    before = plan.survival[index, Proposer.NGRAM, 0]
+    changed = np.abs(survival[:, Proposer.NGRAM, 0] - before) > _SAME
+    changed &= fit.follows & (fit.reason != Reason.EXPLORE) & (fit.reason != Reason.WARM_UP)
+    if not changed.any():
+        return
+    row = np.flatnonzero(changed)
+    depth = np.full(PROPOSERS, survival.shape[2])
+    for proposer in (Proposer.DRAFT_MODEL, Proposer.MEDUSA):
+        depth[proposer] = fit.k[fit.proposer == proposer].max(initial=0)
+    limit = np.minimum(depth, view.max_k[row][:, None])
+    limit *= (view.proposer_mask[row][:, None] >> np.arange(PROPOSERS)) & 1
+    price = plan.marginal_token_price_ms + plan.draft_token_price_ms
+    gain = survival[row] * plan.token_value_ms - price[:, None]
+    worth = (gain >= 0.0) & (survival[row] > 0.0) & (np.arange(gain.shape[2]) < limit[:, :, None])
+    best = np.where(worth, gain, 0.0).sum(axis=2).argmax(axis=1)
+    fit.proposer[row] = best
+    fit.k[row] = worth[np.arange(len(row)), best].sum(axis=1)
+    fit.reason[row] = np.where(fit.k[row] > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN)
+
+
+def _clip(view: BatchView, fit: Fitted) -> None:
+    """Take back what a row may not or cannot draft."""
+    no_match = (fit.proposer == Proposer.NGRAM) & (view.match_tokens <= 0)
+    barred = ((view.proposer_mask >> fit.proposer) & 1) == 0
+    barred |= (view.prefill_tokens > 0) | (fit.proposer == Proposer.NONE)
+    lost = (fit.k > 0) & (no_match | barred)
+    fit.k = np.where(no_match | barred, 0, np.clip(fit.k, 0, view.max_k)).astype(np.int32)
+    if lost.any():
+        fit.reason[lost] = np.where(no_match[lost], Reason.NO_MATCH, Reason.NOT_ALLOWED)
+
+
+def _of_chosen(survival: Array, proposer: Array) -> Array:
+    """Return [rows, K]: the survival of each row's own proposer."""
+    chosen: Array = survival[np.arange(len(proposer)), proposer]
+    return chosen
+
+
+def _fill_bucket(plan: Plan, view: BatchView, fit: Fitted, survival: Array) -> None:
+    """Draft deeper up to the step's padded size, where a token costs its drafting only."""
+    total = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum() + fit.k.sum())
+    edge = int(np.searchsorted(view.bucket_edges, total))
+    if not fit.k.any() or edge == len(view.bucket_edges):
+        return
+    room = int(view.bucket_edges[edge]) - total
+    if plan.budget_tokens != NO_BUDGET:
+        room = min(room, plan.budget_tokens - int(fit.k.sum()))
+    if room <= 0:
+        return
+    shared = np.isin(fit.proposer, (Proposer.DRAFT_MODEL, Proposer.MEDUSA))
+    deepest = np.where(shared, fit.k[shared].max(initial=0), survival.shape[1])
+    limit = np.where(fit.k > 0, np.minimum(deepest, view.max_k), 0)
+    price = np.nan_to_num(plan.draft_token_price_ms)[fit.proposer][:, None]
+    value = 1.0 if np.isnan(plan.token_value_ms) else plan.token_value_ms
+    worth = (survival > 0.0) & (survival * value >= price)
+    deeper = np.maximum(np.minimum(limit, worth.sum(axis=1)), fit.k)
+    new = np.where(np.arange(survival.shape[1]) < fit.k[:, None], 2.0, survival)
+    fit.k = keep_top(new, deeper, int(fit.k.sum()) + room)
+
+
+def _verify(
+    plan: Plan, fit: Fitted, survival: Array | None, drafted: Array, confidences: Array | None
+) -> Array:
+    """Return verify_k i32 [rows] under the plan's budget, ranked by pre-token confidence."""
+    drafted = np.asarray(drafted, np.int32)
+    if plan.budget_tokens == NO_BUDGET or drafted.sum() <= plan.budget_tokens:
+        return drafted.copy()
+    depth = int(drafted.max())
+    planned = np.ones((len(drafted), depth))
+    if survival is not None:
+        reach = min(depth, survival.shape[1])
+        planned[:, :reach] = survival[:, :reach]
+        planned[:, reach:] = planned[:, reach - 1 : reach]
+    if confidences is None:
+        return keep_top(planned, drafted, plan.budget_tokens)
+    before = np.concatenate([np.ones((len(drafted), 1)), planned[:, :-1]], axis=1)
+    step = np.divide(planned, before, out=np.ones_like(planned), where=before > 0)
+    seen = np.full((len(drafted), depth), np.nan)
+    seen[:, : confidences.shape[1]] = confidences[:, :depth]
+    seen = _calibrated(plan, fit.proposer, seen)
+    step = np.where(np.isnan(seen), step, seen)
+    return keep_top(np.cumprod(step, axis=1), drafted, plan.budget_tokens)
+
+
+def _calibrated(plan: Plan, proposer: Array, confidence: Array) -> Array:
+    """Return confidences [rows, K] as acceptance probabilities in [0, 1]; nan stays nan."""
+    confidence = np.clip(confidence, 0.0, 1.0)
+    if plan.calibration is None:
+        return confidence
+    inside = np.clip(confidence, 1e-6, 1 - 1e-6)
+    slope, offset = plan.calibration[proposer].T[:, :, None]
+    odds: Array = slope * np.log(inside / (1 - inside)) + offset
+    return 1.0 / (1.0 + np.exp(-odds))

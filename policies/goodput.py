@@ -1,0 +1,209 @@
+"""The first goodput policy: learned hazards and step times, the plan that emits most per ms.
+
+Optimistic where it knows nothing. A proposer that the plans leave alone is tried again in short
+blocks over the whole batch (probing one request at a time teaches too little, for the passes of a
+draft model are shared), at growing intervals and within a share of the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from parlay.policies.acceptance import Acceptance
+from parlay.policies.cost import StepTime
+from parlay.policies.explore import Explorer
+from parlay.policies.policy import EngineLimits, register
+from parlay.policies.solver import Allocation, StepCosts, best_plan, no_speculation
+from parlay.policies.types import (
+    K_LIMIT,
+    NO_BUDGET,
+    PROPOSERS,
+    Array,
+    BatchView,
+    Plan,
+    Proposer,
+    Reason,
+    StepOutcome,
+    TaskDefaults,
+)
+
+_MARGIN = 0.01
+"""Share by which a plan must beat no speculation: the best estimate is too high by selection."""
+_DWELL_STEPS = 16
+"""Steps over which a request's draft KV, once caught up, is thought to serve."""
+_CURRENT_LAG = 2
+"""Tokens that the draft model reads in its first pass anyway."""
+_VERSION = "goodput/1"
+
+
+@dataclass(slots=True, frozen=True)
+class GoodputSettings:
+    """k_max: most tokens drafted for one request in a step."""
+
+    k_max: int = 12
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k_max <= K_LIMIT:
+            raise ValueError(f"goodput: k_max must be between 1 and {K_LIMIT}, not {self.k_max}")
+
+
+@register("goodput", GoodputSettings)
+class Goodput:
+    """Maximises emitted tokens per millisecond of step time; deterministic from its history."""
+
+    name = "goodput"
+
+    def __init__(self, settings: GoodputSettings, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.acceptance = Acceptance(max(1, min(settings.k_max, limits.k_max)))
+        self.step_time = StepTime()
+        self.explorer = Explorer(limits)
+        self._ms_per_token = 0.0
+        self._lag: tuple[Array, Array] = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
+
+    def decide(self, view: BatchView) -> Plan:
+        """Return the plan for the batch in `view`."""
+        rows = self.acceptance.rows_of(view.request_id, view.task, view.output_tokens)
+        frailty = self.acceptance.frailty(rows)
+        survival = self.acceptance.survival(frailty, view.match_tokens)
+        usable = _usable(view, survival)
+        costs = self._costs(view, self.acceptance.k_max)
+        emits = float(max(len(view), 1))
+        none = no_speculation(len(view), emits, costs)
+        best = best_plan(usable, costs, emits, self._ms_per_token or None) if len(view) else none
+        if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
+            best = none
+        self._ms_per_token = best.ms_per_token
+        chosen, explored = self.explorer.apply(view, usable, best, costs)
+        self._lag = (view.request_id, view.draft_kv_lag)
+        return self._plan(view, survival, frailty, chosen, explored, best, costs)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from one finished step."""
+        shown = self.acceptance.observe(outcome)
+        self.step_time.observe(outcome, self._caught_up(outcome))
+        self.explorer.observe(shown, outcome.step_ms)
+
+    def _costs(self, view: BatchView, k_max: int) -> StepCosts:
+        """Return the price list of this step."""
+        base = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
+        most = min(len(view) * k_max, max(self.limits.token_budget - base, 0))
+        tokens = np.arange(max(base, 1), max(base, 1) + most + 1)
+        edges = view.bucket_edges
+        if len(edges):
+            place = np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)
+            tokens = np.maximum(tokens, edges[place])
+        a_pass, token_ms, catch_up = self.step_time.draft_ms()
+        behind = np.maximum(view.draft_kv_lag - _CURRENT_LAG, 0)
+        return StepCosts(
+            self.step_time.verify_ms(tokens, float(view.kv_tokens)),
+            a_pass,
+            token_ms,
+            behind * (catch_up / _DWELL_STEPS),
+        )
+
+    def _caught_up(self, outcome: StepOutcome) -> float:
+        """Return how many tokens of KV the draft model caught up in the step."""
+        ids, lag = self._lag
+        drafts = outcome.request_id[outcome.proposer == Proposer.DRAFT_MODEL]
+        behind = np.maximum(lag[np.isin(ids, drafts)] - _CURRENT_LAG, 0)
+        return float(behind.sum())
+
+    def _plan(
+        self,
+        view: BatchView,
+        survival: Array,
+        frailty: Array,
+        chosen: Allocation,
+        explored: Array,
+        best: Allocation,
+        costs: StepCosts,
+    ) -> Plan:
+        reason = np.where(chosen.k > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN).astype(np.uint8)
+        reason[explored] = Reason.EXPLORE
+        padded = len(view.bucket_edges) > 0
+        return Plan(
+            request_id=view.request_id,
+            proposer=chosen.proposer,
+            k=chosen.k.astype(np.int16),
+            shadow=np.zeros(len(view), bool),
+            propensity=np.ones(len(view), np.float32),
+            reason=reason,
+            survival=survival,
+            match_hazard=self.acceptance.match_hazard(),
+            match_frailty=frailty[:, Proposer.NGRAM].astype(np.float32),
+            defaults=_defaults(view, chosen),
+            token_value_ms=best.ms_per_token,
+            marginal_token_price_ms=best.price_ms,
+            draft_token_price_ms=costs.token_ms.astype(np.float32),
+            budget_tokens=int(chosen.k.sum()) if padded else NO_BUDGET,
+            step_id=view.step_id,
+            state_version=self.acceptance.version,
+            policy_version=_VERSION,
+        )
+
+    def state(self) -> dict[str, Array]:
+        """Return everything that later decisions depend on."""
+        parts = {
+            "acceptance": self.acceptance.state(),
+            "cost": self.step_time.state(),
+            "explore": self.explorer.state(),
+        }
+        flat = {f"{part}.{key}": value for part, of in parts.items() for key, value in of.items()}
+        flat["ms_per_token"] = np.asarray(self._ms_per_token)
+        flat["lag.request_id"], flat["lag.tokens"] = self._lag
+        return flat
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Take a state from `state()`; raises ValueError where it does not fit."""
+        missing = set(self.state()) - set(state)
+        if missing:
+            raise ValueError(f"goodput: the state lacks {', '.join(sorted(missing)[:3])}")
+        for part, owner in (
+            ("acceptance", self.acceptance),
+            ("cost", self.step_time),
+            ("explore", self.explorer),
+        ):
+            head = f"{part}."
+            owner.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})
+        self._ms_per_token = float(state["ms_per_token"])
+        self._lag = (state["lag.request_id"].copy(), state["lag.tokens"].copy())
+
+    def delta(self, since: int) -> dict[str, Array]:
+        """Return the acceptance counts gathered since `since`; step times stay at home."""
+        return self.acceptance.delta(since)
+
+    def merge(self, deltas: list[dict[str, Array]]) -> None:
+        """Add other replicas' acceptance counts."""
+        self.acceptance.merge(deltas)
+
+
+def _usable(view: BatchView, survival: Array) -> Array:
+    """Return survival f64 with zeros wherever a row may not draft in this step."""
+    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
+    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
+    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0).astype(float)
+
+
+def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:
+    """Return what most rows of each task do, and under task 0 what most rows of all do."""
+    by_task: dict[int, Counter[tuple[int, int]]] = {0: Counter()}
+    decoding = (view.prefill_tokens == 0).tolist()
+    rows = zip(
+        view.task.tolist(), chosen.proposer.tolist(), chosen.k.tolist(), decoding, strict=True
+    )
+    for task, proposer, k, counts in rows:
+        if counts:
+            by_task.setdefault(task, Counter())[(proposer, k)] += 1
+            if task:
+                by_task[0][(proposer, k)] += 1
+    most = [of.most_common(1)[0][0] if of else (0, 0) for of in by_task.values()]
+    return TaskDefaults(
+        task=np.fromiter(by_task, np.uint32, len(by_task)),
+        proposer=np.array([proposer for proposer, _ in most], np.uint8),
+        k=np.array([k for _, k in most], np.int16),
+    )
