@@ -69,7 +69,8 @@ class Tokenizer:
 class StreamDecoder:
     """Turns tokens into text as they come, holding back what does not yet end in a whole character.
 
-    What `push` and the last `flush` return is, put together, the `decode` of all tokens.
+    What `push` and the last `flush` return is, put together, the `decode` of all tokens (save that
+    a byte-fallback vocabulary shows bytes that are no valid UTF-8 by its own rule).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The shape of the project: packages, directions of import, freedom from torch, no machine paths."""
+"""The shape of the project: packages, directions of import, freedom from torch, no machine path."""
 
 from __future__ import annotations
 
