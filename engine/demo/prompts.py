@@ -24,7 +24,9 @@ def parse_prompts(source: str) -> tuple[DemoPrompt, ...]:
         head, _, text = part.removeprefix("=== ").partition("\n")
         task, _, name = head.partition(" ")
         if task not in TASKS or not name or not text.strip():
-            raise ValueError(f"demo prompt '{head}' needs a known task ({', '.join(TASKS)}), a name and a text")
+            raise ValueError(
+                f"demo prompt '{head}' needs a known task ({', '.join(TASKS)}), a name and a text"
+            )
         prompts.append(DemoPrompt(task, name, text.strip("\n")))
     if not prompts:
         raise ValueError("the demo's prompts must start with a line '=== task name'")

@@ -1,0 +1,206 @@
+"""`parlay bench engine`: our engine beside Hugging Face's generate, and the floor that memory sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from parlay.engine.backend import Batch, Drafts, Lookup
+from parlay.engine.kv_cache import BlockCache
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import Request, SamplingParams, SpeculationParams
+from parlay.engine.step import Engine
+from parlay.engine.torch_backend import TorchBackend
+from parlay.policies.policy import make_policy
+
+BUFFER_BYTES = 1 << 30
+VERIFY_WIDTHS = (1, 2, 4, 8)
+VERIFY_CONTEXT = 128
+
+
+@dataclass(slots=True, frozen=True)
+class Timing:
+    """One request: seconds to its first token and to its last, and how many there were."""
+
+    ttft_s: float
+    total_s: float
+    tokens: int
+
+    @property
+    def tpot_s(self) -> float:
+        """Return seconds a token after the first."""
+        return (self.total_s - self.ttft_s) / max(self.tokens - 1, 1)
+
+
+@dataclass(slots=True, frozen=True)
+class Contender:
+    """An engine in one mode: decodes a prompt greedily up to so many tokens."""
+
+    engine: str
+    mode: str
+    decode: Callable[[list[int], int, str], Timing]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a contender did, prompt by prompt, in the order of the rounds."""
+
+    timings: list[Timing] = field(default_factory=list)
+
+    def row(self, contender: Contender) -> dict[str, Any]:
+        """Return the report's row: tokens a second over everything, medians of TTFT and TPOT in ms."""
+        seconds = sum(t.total_s for t in self.timings)
+        return {
+            "engine": contender.engine,
+            "mode": contender.mode,
+            "concurrency": 1,
+            "tokens_per_s": sum(t.tokens for t in self.timings) / seconds,
+            "ttft_ms": 1e3 * median(t.ttft_s for t in self.timings),
+            "tpot_ms": 1e3 * median(t.tpot_s for t in self.timings),
+        }
+
+
+def interleave(
+    contenders: Sequence[Contender],
+    prompts: Sequence[tuple[str, list[int]]],
+    output_tokens: int,
+    rounds: int,
+    on_done: Callable[[], None],
+) -> list[Tally]:
+    """Let every contender decode every (task, prompt) in turn, each one first as often as the others."""
+    tallies = [Tally() for _ in contenders]
+    for contender in contenders:  # warms caches and lazy set-up
+        contender.decode(prompts[0][1], 4, prompts[0][0])
+    for number in range(rounds):
+        for index, (task, ids) in enumerate(prompts):
+            for turn in range(len(contenders)):
+                who = (turn + number + index) % len(contenders)
+                tallies[who].timings.append(contenders[who].decode(ids, output_tokens, task))
+                on_done()
+    return tallies
+
+
+def parlay_contender(
+    backend: TorchBackend, eos_ids: Sequence[int], mode: str, policy: str
+) -> Contender:
+    """Return our engine with a policy in this process."""
+    planner = LocalPlanner(make_policy(policy, {}, backend.limits()))
+    engine = Engine(backend, planner, backend.config, eos_ids=eos_ids)
+
+    def decode(ids: list[int], output_tokens: int, task: str) -> Timing:
+        first: list[float] = []
+
+        def on_tokens(_: Request, __: list[int]) -> None:
+            if not first:
+                first.append(time.perf_counter())
+
+        start_s = time.perf_counter()
+        sampling = SamplingParams(max_tokens=output_tokens)
+        request = engine.add(ids, sampling, SpeculationParams(task=task), on_tokens)
+        while engine.has_work:
+            engine.step()
+        end_s = time.perf_counter()
+        return Timing(first[0] - start_s, end_s - start_s, request.output_tokens)
+
+    return Contender("parlay", mode, decode)
+
+
+def hf_contender(checkpoint: str, dtype: torch.dtype) -> Contender:
+    """Return Hugging Face's generate on the same checkpoint."""
+    import transformers  # slow to import, and only the bench wants it
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+
+    class FirstToken(transformers.generation.BaseStreamer):
+        """Notes when the first token after the prompt came."""
+
+        def __init__(self) -> None:
+            self.puts, self.first_s = 0, 0.0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 2:
+                self.first_s = time.perf_counter()
+
+        def end(self) -> None:
+            pass
+
+    def decode(ids: list[int], output_tokens: int, task: str) -> Timing:
+        del task
+        streamer = FirstToken()
+        start_s = time.perf_counter()
+        prompt = torch.tensor([ids])
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=output_tokens,
+                do_sample=False,
+                streamer=streamer,
+            )
+        end_s = time.perf_counter()
+        return Timing(streamer.first_s - start_s, end_s - start_s, out.shape[1] - len(ids))
+
+    return Contender("hf", "none", decode)
+
+
+def read_bandwidth() -> float:
+    """Return bytes a second that one pass over a 1 GiB buffer reads; the best of five."""
+    buffer = torch.ones(BUFFER_BYTES // 4)
+    best_s = float("inf")
+    for _ in range(5):
+        start_s = time.perf_counter()
+        buffer.sum()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return BUFFER_BYTES / best_s
+
+
+def floor(weight_bytes: int) -> dict[str, Any]:
+    """Return the shortest step that reading every weight once allows."""
+    bandwidth = read_bandwidth()
+    return {
+        "weight_bytes": weight_bytes,
+        "read_bytes_per_s": bandwidth,
+        "step_ms": 1e3 * weight_bytes / bandwidth,
+        "how": "float32 torch.sum over 1 GiB, the best of 5, on as many threads as the engine has",
+    }
+
+
+def verify_widths(backend: TorchBackend, repeats: int) -> Mapping[str, Mapping[str, float]]:
+    """Return by width (tokens verified at batch 1) the median ms of a verify pass and its ratio to 1."""
+    request = Request(1, [100 + i for i in range(VERIFY_CONTEXT)], VERIFY_CONTEXT)
+    config = backend.config
+    target = BlockCache(config.target_blocks, config.block_tokens)
+    target.reserve(1, VERIFY_CONTEXT + max(VERIFY_WIDTHS))
+    draft = BlockCache(config.draft_blocks, config.block_tokens)
+    nothing = Lookup(np.zeros(1, np.int32), np.full((1, 1), -1, np.int64))
+
+    def verify(chunk: int, k: int) -> float:
+        batch = Batch([request], np.asarray([chunk], np.int32), target, draft, nothing)
+        drafts = Drafts(
+            count=np.asarray([k], np.int32),
+            tokens=np.full((1, max(k, 1)), 100, np.int64),
+            confidences=np.full((1, max(k, 1)), np.nan, np.float32),
+            match_tokens=np.zeros(1, np.int32),
+            read_by_draft=np.zeros(1, bool),
+        )
+        return backend.verify(batch, drafts, np.asarray([k], np.int32)).verify_ms
+
+    verify(VERIFY_CONTEXT, 0)
+    request.computed = VERIFY_CONTEXT - 1  # what follows overwrites the places behind this one
+    for width in VERIFY_WIDTHS:
+        verify(1, width - 1)
+    times: dict[int, list[float]] = {w: [] for w in VERIFY_WIDTHS}
+    for _ in range(repeats):
+        for width in VERIFY_WIDTHS:
+            times[width].append(verify(1, width - 1))
+    ms = {w: median(t) for w, t in times.items()}
+    return {str(w): {"ms": ms[w], "ratio": ms[w] / ms[1]} for w in VERIFY_WIDTHS}

@@ -1,0 +1,127 @@
+"""Commands of the engine, thin: options in, one clear line where something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="write the figures here")
+]
+
+
+@contextlib.contextmanager
+def _one_line(command: str) -> Iterator[None]:
+    """Turn what is wrong with the input into one line and exit code 1."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"parlay {command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def demo(
+    policy: Annotated[str, typer.Option(help="the sidecar's policy")] = "goodput",
+    quick: Annotated[bool, typer.Option("--quick", help="10 minutes at most, not 45")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode a mixed workload with and without speculation, and under a sidecar that steers it."""
+    with _one_line("demo"):
+        _writable(json_file)
+        from rich.console import Console
+
+        from parlay.engine.demo.main import demo_main
+
+        sound = demo_main(policy, quick, json_file, Console())
+    if not sound:
+        typer.echo("parlay demo: outputs diverge beyond numerical noise", err=True)
+        raise typer.Exit(1)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to say to the model; - reads standard input")],
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face Llama folder")] = None,
+    policy: Annotated[str, typer.Option(help="what decides on speculation")] = "goodput",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
+    max_tokens: Annotated[int, typer.Option(help="end after so many tokens")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="the same text each time")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text")] = None,
+    sidecar: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help="ask a `parlay serve` (unix:/path, host:port)"),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="say what speculation did")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
+) -> None:
+    """Generate text for one prompt."""
+    with _one_line("generate"):
+        from parlay.engine.generate import generate as run
+        from parlay.engine.generate import open_engine
+        from parlay.engine.request import SamplingParams
+
+        text = sys.stdin.read() if prompt == "-" else prompt
+        sampling = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ())
+        )
+        with open_engine(model, policy, key_values(settings or []), sidecar) as (engine, tokenizer):
+            ids = (
+                tokenizer.chat([{"role": "user", "content": text}])
+                if chat
+                else tokenizer.encode(text)
+            )
+            done = run(engine, tokenizer, ids, sampling, _ignore if as_json else _stream)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(done)))
+        return
+    typer.echo()
+    if stats:
+        typer.echo(done.stats(), err=True)
+
+
+def bench_engine(
+    json_file: JsonFile = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer prompts and tokens")] = False,
+) -> None:
+    """Compare our engine with Hugging Face's generate on the same model, and with the memory floor."""
+    with _one_line("bench engine"):
+        _writable(json_file)
+        from rich.console import Console
+
+        from parlay.engine.bench_report import bench_main
+
+        bench_main(quick, json_file, Console())
+
+
+def key_values(pairs: list[str]) -> dict[str, str]:
+    """Split key=value pairs; raises ValueError for anything else."""
+    for pair in pairs:
+        if not pair.partition("=")[0] or "=" not in pair:
+            raise ValueError(f"--set {pair}: write it as key=value")
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _writable(file: Path | None) -> None:
+    """Find out before the work, not after it, whether the figures can be written."""
+    if file is not None:
+        with file.open("a", encoding="utf-8"):
+            pass
+
+
+def _stream(text: str) -> None:
+    typer.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _ignore(_: Any) -> None:
+    pass

@@ -1,0 +1,105 @@
+"""How much of the demo fits its time: measure a little plain decoding, then choose rounds and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from parlay.engine.demo.prompts import DemoPrompt
+from parlay.engine.demo.workload import (
+    CONCURRENCIES,
+    MIXED,
+    Cell,
+    Shape,
+    cells_of,
+    run_cell,
+)
+from parlay.engine.step import Engine
+
+_MIXED = {1: 6, 4: 12, 16: 24}
+_PROBE_TOKENS = {1: 12, 4: 8, 16: 8}
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """A kind of run: its time in seconds, and which (rounds, tokens) it would like, best first.
+
+    rounds_s: time for timed rounds; deadline_s: when the whole command must have ended, checks and
+    all; check_s: what the checks after the rounds may need of it.
+    """
+
+    name: str
+    task_requests: dict[int, int]
+    wishes: tuple[tuple[int, int], ...]
+    rounds_s: float
+    check_s: float
+    deadline_s: float
+
+
+QUICK = Plan(
+    "quick",
+    {1: 1, 4: 4, 16: 16},
+    tuple((2, t) for t in (64, 56, 48, 40, 32, 24, 16, 12, 8)),
+    370.0,
+    100.0,
+    590.0,
+)
+FULL = Plan(
+    "full",
+    {1: 4, 4: 8, 16: 16},
+    (*((4, t) for t in (128, 112, 96, 80, 64, 56, 48, 40, 32)), *((2, t) for t in (32, 24, 16))),
+    2000.0,
+    240.0,
+    2650.0,
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Costs:
+    """What plain decoding costs here: ms a step by concurrency, and ms a prompt token."""
+
+    step_ms: dict[int, float]
+    prompt_token_ms: float
+
+    def seconds(self, cell: Cell, prompt_tokens: Sequence[int], output_tokens: int) -> float:
+        """Return what a cell should take without speculation."""
+        prompt_ms = self.prompt_token_ms * sum(prompt_tokens[i] for i in cell.prompts)
+        steps = output_tokens * -(-len(cell.prompts) // cell.concurrency)
+        return 1e-3 * (prompt_ms + steps * self.step_ms[cell.concurrency])
+
+
+def measure_costs(
+    engine: Engine,
+    prompts: Sequence[DemoPrompt],
+    prompt_ids: Sequence[list[int]],
+    on_step: Callable[[], None] | None = None,
+) -> Costs:
+    """Decode a few tokens without speculation at each concurrency; also warms the backend up."""
+    step_ms: dict[int, float] = {}
+    prompt_ms = prompt_tokens = 0.0
+    for c in CONCURRENCIES:
+        cell = Cell(MIXED, c, tuple(range(len(prompts)))[:c])
+        run = run_cell(engine, cell, prompts, prompt_ids, _PROBE_TOKENS[c], on_step)
+        full = [ms for ms, rows, _ in run.steps.timeline if rows.sum() == len(cell.prompts)]
+        step_ms[c] = median(full or [1e3 * run.seconds / _PROBE_TOKENS[c]])
+        prompt_ms += max(1e3 * run.seconds - _PROBE_TOKENS[c] * step_ms[c], 0.0)
+        prompt_tokens += sum(len(prompt_ids[i]) for i in cell.prompts)
+    return Costs(step_ms, prompt_ms / prompt_tokens)
+
+
+def choose_shape(
+    plan: Plan,
+    costs: Costs,
+    prompts: Sequence[DemoPrompt],
+    prompt_ids: Sequence[list[int]],
+    modes: int,
+) -> Shape:
+    """Return the best wish that should fit, a mode taken to cost what no speculation costs; else the last."""
+    tokens = [len(ids) for ids in prompt_ids]
+    for rounds, output_tokens in plan.wishes:
+        shape = Shape(rounds, output_tokens, plan.task_requests, _MIXED)
+        a_pass_s = sum(costs.seconds(c, tokens, output_tokens) for c in cells_of(prompts, shape))
+        if rounds * modes * a_pass_s <= plan.rounds_s:
+            break
+    return shape

@@ -1,0 +1,58 @@
+"""`parlay demo`, put together: load, run, judge, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from parlay.engine.demo.budget import FULL, QUICK
+from parlay.engine.demo.logits import TorchOracle
+from parlay.engine.demo.modes import demo_modes, open_lanes
+from parlay.engine.demo.plot import plot
+from parlay.engine.demo.prompts import demo_prompts
+from parlay.engine.demo.report import print_report, report_of
+from parlay.engine.demo.run import run_demo
+from parlay.engine.demo.soundness import compare, judge
+from parlay.engine.llm import load_backend
+from parlay.engine.tokenizer import load as load_tokenizer
+from parlay.engine.weights import default_model_dir
+
+
+def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console) -> bool:
+    """Run the demo on the default model; say whether outputs agree. Raises ValueError in one line.
+
+    The plot goes beside the JSON file, else into the working folder.
+    """
+    started_s = time.monotonic()
+    checkpoint = default_model_dir()
+    tokenizer = load_tokenizer(checkpoint)
+    backend = load_backend(checkpoint, None)
+    prompts = demo_prompts()
+    prompt_ids = [tokenizer.chat([{"role": "user", "content": p.text}]) for p in prompts]
+    plan = QUICK if quick else FULL
+    minutes = plan.deadline_s / 60
+    console.print(
+        f"parlay demo: {checkpoint.name}, {len(prompts)} prompts, ends within {minutes:.0f} minutes"
+    )
+    with ExitStack() as stack:
+        lanes = open_lanes(stack, demo_modes(policy), backend, backend.config, tokenizer.eos_ids)
+        run = run_demo(lanes, prompts, prompt_ids, plan, console, started_s)
+    found = compare(run)
+    if found.divergences:
+        console.print(f"{len(found.divergences)} outputs diverge: recomputing them in float32")
+    verdict = judge(found, TorchOracle(backend.target, checkpoint, prompt_ids))
+    report = report_of(run, policy, verdict)
+    report["seconds"] = time.monotonic() - started_s
+    picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
+    plot(run, picture)
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print_report(report, console)
+    console.print(
+        f"k and proposer over time: {picture}; {report['seconds']:.0f} s in all", highlight=False
+    )
+    return bool(report["identical"])

@@ -1,0 +1,215 @@
+"""What the demo found: the JSON report and the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parlay.engine.demo import stats
+from parlay.engine.demo.prompts import TASKS
+from parlay.engine.demo.run import DemoRun
+from parlay.engine.demo.stats import ADAPTIVE, NONE
+from parlay.engine.demo.steps import StepLog
+from parlay.engine.demo.workload import CONCURRENCIES, MIXED
+from parlay.policies.types import PlanSource, Proposer
+
+Json = dict[str, Any]
+
+
+def report_of(run: DemoRun, policy: str, verdict: Json) -> Json:
+    """Return the whole report; `verdict` is soundness.judge's."""
+    cells = range(len(run.cells))
+    mixed = [c for c in cells if run.cells[c].mixed]
+    tasks = [c for c in cells if not run.cells[c].mixed]
+    modes = list(run.rounds[0])
+    statics = [m for m in modes if m != ADAPTIVE]
+    best = stats.best_static(run.rounds, statics, mixed)
+    worst, ratio = stats.worst_cell(run.rounds, cells)
+    return {
+        "modes": {m: _mode(run, m, mixed) for m in modes},
+        "adaptive": ADAPTIVE,
+        "policy": policy,
+        "best_static": best.name,
+        "best_static_measured": {
+            "over": "mixed phases, measuring half",
+            "ratio_to_none": best.ratio_to_none,
+            "adaptive_ratio_to_none": best.adaptive_ratio_to_none,
+        },
+        "per_cell_best": _per_cell(run, stats.per_cell_best(run.rounds, statics, tasks), tasks),
+        "min_cell_ratio": ratio,
+        "min_cell": run.cells[worst].label,
+        **verdict,
+        "run": _conditions(run),
+    }
+
+
+def log_of(run: DemoRun, mode: str) -> StepLog:
+    """Return a mode's steps over everything, in the order they ran."""
+    return reduce(add, (done.steps for r in run.rounds for done in r[mode]))
+
+
+def _mode(run: DemoRun, mode: str, mixed: Sequence[int]) -> Json:
+    log, rounds = log_of(run, mode), run.rounds
+    rates = [stats.speed([r], mode, mixed) for r in rounds]
+    ratios = stats.paired_ratios(rounds, mode, mixed)
+    k = log.mean_k_by_task
+    rows = max(int(log.sources.sum()), 1)
+    return {
+        "tokens_per_s": median(rates),
+        "tokens_per_s_min": min(rates),
+        "tokens_per_s_max": max(rates),
+        "ratio_to_none": median(ratios),
+        "ratios_by_round": ratios,
+        "mean_acceptance_length": log.mean_acceptance_length,
+        "share_by_proposer": _share(log),
+        "mean_k_by_task": {t: float(k[i]) for i, t in enumerate(TASKS) if not math.isnan(k[i])},
+        "plans_by_source": {s.name.lower(): int(log.sources[s]) / rows for s in PlanSource},
+        "per_cell": {
+            cell.label: {
+                "tokens_per_s": stats.speed(rounds, mode, [c]),
+                "ratio_to_none": stats.median_ratio(rounds, mode, [c]),
+                "mean_acceptance_length": _cell_log(run, mode, c).mean_acceptance_length,
+                "share_by_proposer": _share(_cell_log(run, mode, c)),
+            }
+            for c, cell in enumerate(run.cells)
+        },
+    }
+
+
+def _share(log: StepLog) -> Json:
+    share = log.share_by_proposer
+    return {p.name.lower(): float(share[p]) for p in Proposer if share[p] > 0}
+
+
+def _cell_log(run: DemoRun, mode: str, cell: int) -> StepLog:
+    return reduce(add, (r[mode][cell].steps for r in run.rounds))
+
+
+def _per_cell(run: DemoRun, found: stats.Headroom, tasks: Sequence[int]) -> Json:
+    return {
+        "over": "cells of one task, measuring half",
+        "ratio_to_none": found.ratio_to_none,
+        "best_static": found.best_static.name,
+        "best_static_ratio_to_none": found.best_static.ratio_to_none,
+        "adaptive_ratio_to_none": found.best_static.adaptive_ratio_to_none,
+        "headroom": found.headroom,
+        "headroom_closed": found.closed,
+        "picks": {run.cells[c].label: m for c, m in zip(tasks, found.picks, strict=True)},
+    }
+
+
+def _conditions(run: DemoRun) -> Json:
+    return {
+        "kind": run.plan.name,
+        "rounds": len(run.rounds),
+        "stopped_early": run.stopped_early,
+        "output_tokens": run.shape.output_tokens,
+        "task_requests": {str(c): n for c, n in run.shape.task_requests.items()},
+        "mixed_requests": {str(c): n for c, n in run.shape.mixed_requests.items()},
+        "plain_step_ms": {str(c): ms for c, ms in run.costs.step_ms.items()},
+        "prompt_token_ms": run.costs.prompt_token_ms,
+    }
+
+
+def print_report(report: Json, console: Console) -> None:
+    """Print the tables and the findings in words."""
+    console.print(_modes_table(report))
+    console.print(_cells_table(report))
+    for line in findings(report):
+        console.print(line, highlight=False)
+
+
+def _modes_table(report: Json) -> Table:
+    table = Table(title="mixed phases: all tasks at once, concurrency 1, 4 and 16")
+    for name in (
+        "mode",
+        "tokens/s",
+        "min..max",
+        "x none",
+        "accepted",
+        "steps by proposer",
+        "mean k by task",
+    ):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for name, m in report["modes"].items():
+        share = " ".join(f"{p} {100 * s:.0f}%" for p, s in m["share_by_proposer"].items())
+        k = " ".join(f"{t[:4]} {v:.1f}" for t, v in m["mean_k_by_task"].items())
+        table.add_row(
+            name,
+            f"{m['tokens_per_s']:.1f}",
+            f"{m['tokens_per_s_min']:.1f}..{m['tokens_per_s_max']:.1f}",
+            f"{m['ratio_to_none']:.2f}",
+            f"{m['mean_acceptance_length']:.2f}",
+            share,
+            k if name != NONE else "",
+        )
+    return table
+
+
+def _cells_table(report: Json) -> Table:
+    table = Table(
+        title="x none by task and concurrency: best static (chosen on the other half) / adaptive"
+    )
+    table.add_column("task")
+    for c in CONCURRENCIES:
+        table.add_column(f"{c} at once", justify="right")
+    picks = report["per_cell_best"]["picks"]
+    for task in (*TASKS, MIXED):
+        row = []
+        for c in CONCURRENCIES:
+            label = f"{task}@{c}"
+            ours = report["modes"][ADAPTIVE]["per_cell"][label]["ratio_to_none"]
+            pick = picks.get(label, report["best_static"])
+            theirs = report["modes"][pick]["per_cell"][label]["ratio_to_none"]
+            row.append(f"{theirs:.2f} ({pick}) / {ours:.2f}")
+        table.add_row(task, *row)
+    return table
+
+
+def findings(report: Json) -> list[str]:
+    """Return what the tables say, a line each."""
+    best, cell, run = report["best_static_measured"], report["per_cell_best"], report["run"]
+    lines = [
+        f"adaptive ({report['policy']} in a sidecar): {report['modes'][ADAPTIVE]['ratio_to_none']:.2f}x no speculation",
+        f"best single static, chosen on one half of the rounds: {report['best_static']}; on the other half it makes "
+        f"{best['ratio_to_none']:.2f}x, adaptive {best['adaptive_ratio_to_none']:.2f}x",
+        f"a static chosen for each task and concurrency makes {cell['ratio_to_none']:.2f}x there, the best single one "
+        f"({cell['best_static']}) {cell['best_static_ratio_to_none']:.2f}x, adaptive "
+        f"{cell['adaptive_ratio_to_none']:.2f}x: {_closed(cell)}",
+        f"adaptive's worst cell: {report['min_cell']}, {report['min_cell_ratio']:.2f}x",
+        _agreement(report),
+    ]
+    if run["rounds"] == 1:
+        lines.append("only one round was complete: choices were made and measured on the same one")
+    elif run["stopped_early"]:
+        lines.append(
+            f"time ran out: {run['rounds']} rounds are complete and count, the rest does not"
+        )
+    return lines
+
+
+def _closed(cell: Json) -> str:
+    if cell["headroom_closed"] is None:
+        return f"headroom {100 * cell['headroom']:.1f}%, too little to speak of closing it"
+    return f"{100 * cell['headroom_closed']:.0f}% of a headroom of {100 * cell['headroom']:.1f}% closed"
+
+
+def _agreement(report: Json) -> str:
+    compared, divergent = report["outputs_compared"], report["divergent_outputs"]
+    if not divergent:
+        return f"outputs: all {compared} agree with no speculation's, token for token"
+    rate, unsound = report["rate"], len(report["unsound"])
+    verdict = "every one a near-tie" if not unsound else f"{unsound} NOT sound"
+    text = (
+        f"outputs: {divergent} of {compared} leave no speculation's text somewhere, {verdict} (float32 gap within the "
+        f"bf16 noise of {report['logit_noise']:.3f}); by prompt {100 * rate['speculating']:.0f}% speculating, "
+        f"{100 * rate['plain_at_other_row_counts']:.0f}% plain at other row counts"
+    )
+    return text + ("; MORE often than plain decoding does" if rate["higher"] else "")

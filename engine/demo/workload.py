@@ -1,0 +1,113 @@
+"""What the demo decodes: cells of task and concurrency, in a closed loop, and how much of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parlay.engine.demo.prompts import TASKS, DemoPrompt
+from parlay.engine.demo.steps import StepLog
+from parlay.engine.request import Request, SamplingParams, SpeculationParams
+from parlay.engine.step import Engine
+
+CONCURRENCIES = (1, 4, 16)
+MIXED = "mixed"
+
+
+@dataclass(slots=True, frozen=True)
+class Cell:
+    """One task (or all of them mixed) at one concurrency; prompts: indices, in order of arrival."""
+
+    task: str
+    concurrency: int
+    prompts: tuple[int, ...]
+
+    @property
+    def mixed(self) -> bool:
+        """Say whether every task takes part."""
+        return self.task == MIXED
+
+    @property
+    def label(self) -> str:
+        """Return a name for tables."""
+        return f"{self.task}@{self.concurrency}"
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """How much to run: rounds, tokens a request, and requests of a cell by concurrency."""
+
+    rounds: int
+    output_tokens: int
+    task_requests: Mapping[int, int]
+    mixed_requests: Mapping[int, int]
+
+
+def cells_of(prompts: Sequence[DemoPrompt], shape: Shape) -> list[Cell]:
+    """Return the cells in the order they run: by concurrency, each task, then mixed.
+
+    Where a cell needs more requests than there are prompts they come round again: greedy requests
+    share nothing, so that a repeated prompt costs what it cost before.
+    """
+    of_task = {t: [i for i, p in enumerate(prompts) if p.task == t] for t in TASKS}
+    # One prompt of each task, then the next of each, so that any prefix of it is mixed.
+    mixed = [index for turn in zip(*of_task.values(), strict=True) for index in turn]
+    cells = []
+    for c in CONCURRENCIES:
+        for task in TASKS:
+            cells.append(Cell(task, c, _cycle(of_task[task], shape.task_requests[c])))
+        cells.append(Cell(MIXED, c, _cycle(mixed, shape.mixed_requests[c])))
+    return cells
+
+
+def _cycle(items: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple(items[i % len(items)] for i in range(count))
+
+
+@dataclass(slots=True)
+class CellRun:
+    """What one mode did in one cell: seconds of wall time, tokens emitted, its steps, its outputs.
+
+    outputs: (prompt, output tokens) in order of arrival.
+    """
+
+    seconds: float
+    tokens: int
+    steps: StepLog
+    outputs: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return emitted tokens a second, prompts' time included."""
+        return self.tokens / self.seconds
+
+
+def run_cell(
+    engine: Engine,
+    cell: Cell,
+    prompts: Sequence[DemoPrompt],
+    prompt_ids: Sequence[list[int]],
+    output_tokens: int,
+    on_step: Callable[[], None] | None = None,
+) -> CellRun:
+    """Decode a cell greedily in a closed loop: as one request ends the next comes in."""
+    sampling = SamplingParams(max_tokens=output_tokens)
+    waiting = list(cell.prompts)[::-1]
+    requests: list[Request] = []
+    log = StepLog()
+    start_s = engine.backend.clock()
+    while waiting or engine.has_work:
+        live = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+        while waiting and live < cell.concurrency:
+            index = waiting.pop()
+            task = SpeculationParams(task=prompts[index].task)
+            requests.append(engine.add(prompt_ids[index], sampling, task))
+            live += 1
+        outcome = engine.step()
+        if outcome is not None:
+            log.add(outcome)
+        if on_step is not None:
+            on_step()
+    seconds = engine.backend.clock() - start_s
+    outputs = [(i, r.output) for i, r in zip(cell.prompts, requests, strict=True)]
+    return CellRun(seconds, sum(len(o) for _, o in outputs), log, outputs)

@@ -1,0 +1,166 @@
+"""`parlay generate`: decode one prompt, text as it comes, and what speculation did for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parlay.engine.planner import LocalPlanner, Planner
+from parlay.engine.request import Request, SamplingParams, SpeculationParams
+from parlay.engine.step import Engine
+from parlay.engine.tokenizer import StreamDecoder, Tokenizer
+from parlay.policies.policy import make_policy
+from parlay.policies.types import PlanSource, Proposer, StepOutcome
+
+
+class StopText:
+    """Passes text on up to the first stop string, holding back what may be the start of one."""
+
+    def __init__(self, stop: Sequence[str], write: Callable[[str], None]) -> None:
+        self._stop, self._write = stop, write
+        self._hold = max((len(s) for s in stop), default=1) - 1
+        self._held, self._ended = "", False
+
+    def push(self, text: str) -> None:
+        """Take the next piece of text."""
+        self._held += text
+        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found and not self._ended:
+            self._pass(min(found))
+            self._ended = True
+        if not self._ended:
+            self._pass(len(self._held) - self._hold)
+
+    def flush(self) -> None:
+        """Pass on what is held back: no more text comes."""
+        if not self._ended:
+            self._pass(len(self._held))
+
+    def _pass(self, count: int) -> None:
+        if count > 0:
+            self._write(self._held[:count])
+            self._held = self._held[count:]
+
+
+@dataclass(slots=True)
+class Generated:
+    """What came of a prompt: its text, why it ended, and counts over its steps."""
+
+    text: str = ""
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    tokens_per_s: float = 0.0
+    mean_acceptance_length: float = 0.0
+    steps_by_proposer: dict[str, int] = field(default_factory=dict)
+    steps_by_plan_source: dict[str, int] = field(default_factory=dict)
+
+    def stats(self) -> str:
+        """Return the counts as one line."""
+        who = ", ".join(f"{name} {n}" for name, n in self.steps_by_proposer.items())
+        return (
+            f"{self.output_tokens} tokens in {self.steps} steps ({who}), {self.mean_acceptance_length:.2f} a step; "
+            f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted; "
+            f"{self.tokens_per_s:.1f} tokens/s, first token after {self.ttft_ms:.0f} ms, then {self.tpot_ms:.1f} ms each"
+        )
+
+
+def generate(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    write: Callable[[str], Any],
+) -> Generated:
+    """Decode a prompt on an idle engine; `write` gets its text in pieces."""
+    pieces: list[str] = []
+
+    def emit(text: str) -> None:
+        pieces.append(text)
+        write(text)
+
+    decoder, text = StreamDecoder(tokenizer), StopText(sampling.stop, emit)
+    clock = engine.backend.clock
+    times: list[float] = []
+
+    def on_tokens(_: Request, tokens: list[int]) -> None:
+        times.append(clock())
+        text.push(decoder.push(tokens))
+
+    start_s = clock()
+    request = engine.add(prompt_ids, sampling, SpeculationParams(), on_tokens)
+    outcomes: list[StepOutcome] = []
+    while not request.finished:
+        outcome = engine.step()
+        assert outcome is not None, "an unfinished request, but nothing to do"
+        outcomes.append(outcome)
+    text.push(decoder.flush())
+    text.flush()
+    return _summary(request, outcomes, "".join(pieces), start_s, times)
+
+
+def _summary(
+    request: Request,
+    outcomes: Sequence[StepOutcome],
+    text: str,
+    start_s: float,
+    times: Sequence[float],
+) -> Generated:
+    emitting = [o for o in outcomes if o.emitted[0] > 0]
+    proposers = Counter(Proposer(int(o.proposer[0])).name.lower() for o in emitting)
+    sources = Counter(PlanSource(int(o.plan_source[0])).name.lower() for o in emitting)
+    total_s, ttft_s = times[-1] - start_s, times[0] - start_s
+    assert request.finish_reason is not None
+    return Generated(
+        text=text,
+        finish_reason=request.finish_reason.value,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        steps=request.steps,
+        drafted_tokens=request.drafted,
+        accepted_tokens=request.accepted,
+        ttft_ms=1e3 * ttft_s,
+        tpot_ms=1e3 * (total_s - ttft_s) / max(request.output_tokens - 1, 1),
+        tokens_per_s=request.output_tokens / total_s,
+        mean_acceptance_length=float(np.mean([o.accepted[0] + 1 for o in emitting])),
+        steps_by_proposer=dict(proposers),
+        steps_by_plan_source=dict(sources),
+    )
+
+
+@contextmanager
+def open_engine(
+    model: Path | None, policy: str, settings: Mapping[str, Any], sidecar: str | None
+) -> Iterator[tuple[Engine, Tokenizer]]:
+    """Load a model (None: the default one) under a policy, or under a sidecar with it as fallback.
+
+    Raises ValueError in one line where the model, the policy or a setting cannot be used.
+    """
+    from parlay.engine import (  # torch takes a second: only when it is needed
+        llm,
+        tokenizer,
+        weights,
+    )
+
+    make_policy(policy, settings)  # a wrong name should not wait for the model
+    checkpoint = model or weights.default_model_dir()
+    words = tokenizer.load(checkpoint)
+    backend = llm.load_backend(checkpoint, None)
+    planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
+    if sidecar is not None:
+        from parlay.engine.remote import EngineInfo, RemotePlanner
+
+        planner = RemotePlanner(sidecar, EngineInfo("generate", backend.limits()), planner)
+    with closing(planner):
+        yield Engine(backend, planner, backend.config, words.decode, words.eos_ids), words
