@@ -30,7 +30,7 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/buf lint
 	$(BIN)/python protos/generate.py --check
-	@$(PYTEST) tests/unit/test_layout.py
+	@$(PYTEST) -m "" tests/unit/test_layout.py tests/unit/test_wheel.py
 
 bench: venv
 	$(BIN)/parlay bench engine
