@@ -17,10 +17,11 @@ import numpy as np
 
 from parlay.policies.allocate import HAZARD_CEILING, ngram_survival
 from parlay.policies.types import (
+    DRAFT_MODEL,
     MATCH_EDGES,
+    NGRAM,
     PROPOSERS,
     Array,
-    Proposer,
     ShadowKind,
     StepOutcome,
     match_bucket,
@@ -50,8 +51,8 @@ _HAZARD_FLOOR = 0.005
 
 def channel_of(proposer: Array, match_tokens: Array) -> Array:
     """Return the channel of each row; meaningless where proposer is NONE."""
-    other = _BUCKETS + proposer.astype(np.intp) - Proposer.DRAFT_MODEL
-    return np.where(proposer == Proposer.NGRAM, match_bucket(match_tokens), other)
+    other = _BUCKETS + proposer.astype(np.intp) - DRAFT_MODEL
+    return np.where(proposer == NGRAM, match_bucket(match_tokens), other)
 
 
 class Acceptance:
@@ -103,8 +104,8 @@ class Acceptance:
         """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match."""
         survival = np.zeros((len(frailty), PROPOSERS, self.k_max), np.float32)
         hazard = self.match_hazard()[match_bucket(match_tokens)]
-        survival[:, Proposer.NGRAM] = ngram_survival(
-            hazard, frailty[:, Proposer.NGRAM].astype(np.float32), match_tokens
+        survival[:, NGRAM] = ngram_survival(
+            hazard, frailty[:, NGRAM].astype(np.float32), match_tokens
         )
         reject = np.minimum(frailty[:, 2:, None] * self.hazard[_BUCKETS:], HAZARD_CEILING)
         survival[:, 2:] = np.cumprod(1.0 - reject, axis=2)
@@ -173,7 +174,7 @@ class Acceptance:
     def _age(self, row: Array, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
         decay = 0.5 ** (np.bincount(proposer, minlength=PROPOSERS) / _HALF_LIFE_ROWS)
-        by_channel = np.concatenate([np.full(_BUCKETS, decay[Proposer.NGRAM]), decay[2:]])
+        by_channel = np.concatenate([np.full(_BUCKETS, decay[NGRAM]), decay[2:]])
         self.rejected *= by_channel[:, None]
         self.exposed *= by_channel[:, None]
         self._request[:, row, proposer] *= _REQUEST_DECAY

@@ -10,13 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from parlay.policies.types import (
+    DRAFT_MODEL,
+    MEDUSA,
+    NGRAM,
     NO_BUDGET,
+    NONE,
     PROPOSERS,
     Array,
     BatchView,
     Fitted,
     Plan,
-    Proposer,
     Reason,
     match_bucket,
 )
@@ -24,6 +27,9 @@ from parlay.policies.types import (
 HAZARD_CEILING = 0.98
 """No estimate of a rejection's probability is above this: a proposer can always come back."""
 _SAME = 1e-5
+_TRIES = (int(Reason.EXPLORE), int(Reason.WARM_UP))
+_BEST, _NO_GAIN = int(Reason.BEST_GOODPUT), int(Reason.NO_GAIN)
+_NO_MATCH, _NOT_ALLOWED = int(Reason.NO_MATCH), int(Reason.NOT_ALLOWED)
 
 
 def fit_plan(
@@ -53,7 +59,7 @@ def fit_plan(
         _fill_bucket(plan, view, fit, chosen)
     if plan.budget_tokens != NO_BUDGET and fit.k.sum() > plan.budget_tokens:
         fit.k = keep_top(chosen, fit.k, plan.budget_tokens)
-    fit.proposer[fit.k == 0] = Proposer.NONE
+    fit.proposer[fit.k == 0] = NONE
     fit.verify_k = (
         fit.k.copy() if drafted is None else _verify(plan, fit, chosen, drafted, confidences)
     )
@@ -129,9 +135,7 @@ def _survival_now(plan: Plan, view: BatchView, index: Array) -> Array | None:
     survival: Array = plan.survival[index]
     if plan.match_hazard is not None and plan.match_frailty is not None:
         hazard = plan.match_hazard[match_bucket(view.match_tokens)]
-        survival[:, Proposer.NGRAM] = ngram_survival(
-            hazard, plan.match_frailty[index], view.match_tokens
-        )
+        survival[:, NGRAM] = ngram_survival(hazard, plan.match_frailty[index], view.match_tokens)
     return survival
 
 
@@ -148,14 +152,14 @@ def _decide_again(plan: Plan, view: BatchView, index: Array, fit: Fitted, surviv
     Passes of a drafting model are shared by the batch: a row joins them only as deep as others go.
     """
     assert plan.survival is not None
-    before = plan.survival[index, Proposer.NGRAM, 0]
-    changed = np.abs(survival[:, Proposer.NGRAM, 0] - before) > _SAME
-    changed &= fit.follows & (fit.reason != Reason.EXPLORE) & (fit.reason != Reason.WARM_UP)
+    before = plan.survival[index, NGRAM, 0]
+    changed = np.abs(survival[:, NGRAM, 0] - before) > _SAME
+    changed &= fit.follows & (fit.reason != _TRIES[0]) & (fit.reason != _TRIES[1])
     if not changed.any():
         return
     row = np.flatnonzero(changed)
     depth = np.full(PROPOSERS, survival.shape[2])
-    for proposer in (Proposer.DRAFT_MODEL, Proposer.MEDUSA):
+    for proposer in (DRAFT_MODEL, MEDUSA):
         depth[proposer] = fit.k[fit.proposer == proposer].max(initial=0)
     limit = np.minimum(depth, view.max_k[row][:, None])
     limit *= (view.proposer_mask[row][:, None] >> np.arange(PROPOSERS)) & 1
@@ -165,18 +169,18 @@ def _decide_again(plan: Plan, view: BatchView, index: Array, fit: Fitted, surviv
     best = np.where(worth, gain, 0.0).sum(axis=2).argmax(axis=1)
     fit.proposer[row] = best
     fit.k[row] = worth[np.arange(len(row)), best].sum(axis=1)
-    fit.reason[row] = np.where(fit.k[row] > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN)
+    fit.reason[row] = np.where(fit.k[row] > 0, _BEST, _NO_GAIN)
 
 
 def _clip(view: BatchView, fit: Fitted) -> None:
     """Take back what a row may not or cannot draft."""
-    no_match = (fit.proposer == Proposer.NGRAM) & (view.match_tokens <= 0)
+    no_match = (fit.proposer == NGRAM) & (view.match_tokens <= 0)
     barred = ((view.proposer_mask >> fit.proposer) & 1) == 0
-    barred |= (view.prefill_tokens > 0) | (fit.proposer == Proposer.NONE)
+    barred |= (view.prefill_tokens > 0) | (fit.proposer == NONE)
     lost = (fit.k > 0) & (no_match | barred)
     fit.k = np.where(no_match | barred, 0, np.clip(fit.k, 0, view.max_k)).astype(np.int32)
     if lost.any():
-        fit.reason[lost] = np.where(no_match[lost], Reason.NO_MATCH, Reason.NOT_ALLOWED)
+        fit.reason[lost] = np.where(no_match[lost], _NO_MATCH, _NOT_ALLOWED)
 
 
 def _of_chosen(survival: Array, proposer: Array) -> Array:
@@ -196,7 +200,7 @@ def _fill_bucket(plan: Plan, view: BatchView, fit: Fitted, survival: Array) -> N
         room = min(room, plan.budget_tokens - int(fit.k.sum()))
     if room <= 0:
         return
-    shared = np.isin(fit.proposer, (Proposer.DRAFT_MODEL, Proposer.MEDUSA))
+    shared = np.isin(fit.proposer, (DRAFT_MODEL, MEDUSA))
     deepest = np.where(shared, fit.k[shared].max(initial=0), survival.shape[1])
     limit = np.where(fit.k > 0, np.minimum(deepest, view.max_k), 0)
     price = np.nan_to_num(plan.draft_token_price_ms)[fit.proposer][:, None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parlay.policies.types import PROPOSERS, Array, Proposer, StepOutcome
+from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome
 
 TOKENS_UNIT = 32.0
 KV_UNIT = 4096.0
@@ -123,12 +123,12 @@ class StepTime:
                 self._add_ratio(tokens, believed / max(float(x @ self.verify.weights()), 1e-9))
             rest = outcome.step_ms - outcome.verify_ms - float(outcome.draft_ms.sum())
             self.overhead.add(x[:2], max(rest, 1e-3 * outcome.verify_ms))
-        drafted = float(outcome.drafted_k[outcome.proposer == Proposer.DRAFT_MODEL].sum())
+        drafted = float(outcome.drafted_k[outcome.proposer == DRAFT_MODEL].sum())
         if outcome.draft_depth > 0 and drafted > 0:
             x = np.array([outcome.draft_depth, drafted, catch_up_tokens])
-            self.draft.add(x, float(outcome.draft_ms[Proposer.DRAFT_MODEL]))
-        looked_up = float(outcome.drafted_k[outcome.proposer == Proposer.NGRAM].sum())
-        spent = float(outcome.draft_ms[Proposer.NGRAM])
+            self.draft.add(x, float(outcome.draft_ms[DRAFT_MODEL]))
+        looked_up = float(outcome.drafted_k[outcome.proposer == NGRAM].sum())
+        spent = float(outcome.draft_ms[NGRAM])
         if looked_up > 0 and 0.0 <= spent < np.inf:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
 
@@ -151,8 +151,8 @@ class StepTime:
         """Return what a pass of the draft model, each proposer's token, a caught-up token take."""
         a_pass, a_token, catch_up = self.draft.weights(self._scale())
         token_ms = np.zeros(PROPOSERS)
-        token_ms[Proposer.NGRAM] = self.ngram_token_ms
-        token_ms[Proposer.DRAFT_MODEL] = a_token
+        token_ms[NGRAM] = self.ngram_token_ms
+        token_ms[DRAFT_MODEL] = a_token
         return float(a_pass), token_ms, float(catch_up)
 
     def _scale(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from parlay.policies.policy import EngineLimits
 from parlay.policies.solver import Allocation, StepCosts, priced
-from parlay.policies.types import PROPOSERS, Array, BatchView, Proposer
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, Array, BatchView
 
 _FIRST_INTERVAL = 40
 _LAST_INTERVAL = 640
@@ -18,7 +18,7 @@ _SHARE = 0.015
 """Most of the elapsed time that tries may cost, as estimated."""
 _GOOD_ENOUGH = 0.6
 """A row whose first n-gram token holds this surely keeps it in a try of the draft model."""
-_TRIED = (Proposer.NGRAM, Proposer.DRAFT_MODEL, Proposer.MEDUSA)
+_TRIED = (NGRAM, DRAFT_MODEL, MEDUSA)
 
 
 class Explorer:
@@ -73,7 +73,7 @@ class Explorer:
         """Return bool [rows]: who takes part in the block that is running."""
         if self.left == 0:
             return np.zeros(len(view), bool)
-        sure = (best.k > 0) & (survival[:, Proposer.NGRAM, 0] >= _GOOD_ENOUGH)
+        sure = (best.k > 0) & (survival[:, NGRAM, 0] >= _GOOD_ENOUGH)
         rows: Array = survival[:, self.proposer, 0] > 0.0
         return rows & ~sure
 
@@ -85,7 +85,7 @@ class Explorer:
         depth = min(depth, max(room, 0) // int(rows.sum()))
         k = np.where(rows, np.minimum(depth, view.max_k), best.k).astype(np.int32)
         proposer = np.where(rows, self.proposer, best.proposer).astype(np.uint8)
-        proposer[k == 0] = Proposer.NONE
+        proposer[k == 0] = NONE
         return priced(survival, costs, float(len(view)), proposer, k, best.price_ms)
 
     def state(self) -> dict[str, Array]:

@@ -7,7 +7,6 @@ draft model are shared), at growing intervals and within a share of the time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,13 +18,14 @@ from parlay.policies.explore import Explorer
 from parlay.policies.policy import EngineLimits, register
 from parlay.policies.solver import Allocation, StepCosts, best_plan, no_speculation
 from parlay.policies.types import (
+    DRAFT_MODEL,
     K_LIMIT,
+    NGRAM,
     NO_BUDGET,
     PROPOSERS,
     Array,
     BatchView,
     Plan,
-    Proposer,
     Reason,
     StepOutcome,
     TaskDefaults,
@@ -109,7 +109,7 @@ class Goodput:
     def _caught_up(self, outcome: StepOutcome) -> float:
         """Return how many tokens of KV the draft model caught up in the step."""
         ids, lag = self._lag
-        drafts = outcome.request_id[outcome.proposer == Proposer.DRAFT_MODEL]
+        drafts = outcome.request_id[outcome.proposer == DRAFT_MODEL]
         behind = np.maximum(lag[np.isin(ids, drafts)] - _CURRENT_LAG, 0)
         return float(behind.sum())
 
@@ -135,7 +135,7 @@ class Goodput:
             reason=reason,
             survival=survival,
             match_hazard=self.acceptance.match_hazard(),
-            match_frailty=frailty[:, Proposer.NGRAM].astype(np.float32),
+            match_frailty=frailty[:, NGRAM].astype(np.float32),
             defaults=_defaults(view, chosen),
             token_value_ms=best.ms_per_token,
             marginal_token_price_ms=best.price_ms,
@@ -191,17 +191,13 @@ def _usable(view: BatchView, survival: Array) -> Array:
 
 def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:
     """Return what most rows of each task do, and under task 0 what most rows of all do."""
-    by_task: dict[int, Counter[tuple[int, int]]] = {0: Counter()}
-    decoding = (view.prefill_tokens == 0).tolist()
-    rows = zip(
-        view.task.tolist(), chosen.proposer.tolist(), chosen.k.tolist(), decoding, strict=True
-    )
-    for task, proposer, k, counts in rows:
-        if counts:
-            by_task.setdefault(task, Counter())[(proposer, k)] += 1
-            if task:
-                by_task[0][(proposer, k)] += 1
-    most = [of.most_common(1)[0][0] if of else (0, 0) for of in by_task.values()]
+    rows = np.flatnonzero(view.prefill_tokens == 0)
+    pairs = list(zip(chosen.proposer[rows].tolist(), chosen.k[rows].tolist(), strict=True))
+    by_task: dict[int, list[tuple[int, int]]] = {}
+    for task, pair in zip(view.task[rows].tolist(), pairs, strict=True):
+        by_task.setdefault(task, []).append(pair)
+    by_task[0] = pairs
+    most = [max(sorted(set(of)), key=of.count, default=(0, 0)) for of in by_task.values()]
     return TaskDefaults(
         task=np.fromiter(by_task, np.uint32, len(by_task)),
         proposer=np.array([proposer for proposer, _ in most], np.uint8),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from parlay.policies.types import PROPOSERS, Array, BatchView, Plan, Proposer, StepOutcome
+from parlay.policies.types import PROPOSERS, Array, BatchView, Plan, StepOutcome
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,7 +22,7 @@ class EngineLimits:
     bucket_edges: tuple[int, ...] = ()
     token_budget: int = 512
 
-    def has(self, proposer: Proposer) -> bool:
+    def has(self, proposer: int) -> bool:
         """Say whether the engine can run `proposer`."""
         return bool(self.proposer_mask >> proposer & 1)
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.types import Array, Proposer
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, Array
 
-_DRAFT = Proposer.DRAFT_MODEL
-_FLAT = (Proposer.NGRAM, Proposer.MEDUSA)
+_FLAT = (NGRAM, MEDUSA)
 _BARRED = -1e30
 _ROUNDS = 6
+_CLOSE = 1e-5
+"""Relative; the error of a plan goes with its square."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +84,7 @@ def best_plan(
         if found.ms_per_token < best.ms_per_token:
             best = found
         price, last, value = _slope(costs.verify_ms, found), value, best.ms_per_token
-        if abs(value - last) <= 1e-9 * last:
+        if abs(value - last) <= _CLOSE * last:
             break
     return best
 
@@ -104,17 +105,17 @@ def _best_at(
     gain = value * survival - costs.token_ms[:, None]
     useful = gain > 0.0
     reach = max(int(useful.any(axis=(0, 1)).sum()), 1)
-    depths = int(useful[:, _DRAFT].any(axis=0).sum()) + 1
+    depths = int(useful[:, DRAFT_MODEL].any(axis=0).sum()) + 1
     gain = gain[:, :, :reach]
     worth = np.maximum(gain - price, 0.0).cumsum(axis=2)
     flat, flat_worth = _best_flat(worth)
     flat_gain = gain[np.arange(rows), flat]
     use = np.zeros((depths, rows), bool)
-    draft_worth = worth[:, _DRAFT, : depths - 1] - costs.switch_ms[:, None]
+    draft_worth = worth[:, DRAFT_MODEL, : depths - 1] - costs.switch_ms[:, None]
     nothing_else = (survival[np.arange(rows), flat, 0] <= 0.0) & (costs.switch_ms <= 0.0)
     use[1:] = (flat_worth < draft_worth.T) | nothing_else
     within = np.arange(reach) < np.arange(depths)[:, None]
-    draft_gain = np.where(within[:, None, :], gain[None, :, _DRAFT], _BARRED)
+    draft_gain = np.where(within[:, None, :], gain[None, :, DRAFT_MODEL], _BARRED)
     net = np.where(use[:, :, None], draft_gain, flat_gain).reshape(depths, rows * reach)
     ranked = -np.sort(-net, axis=1)[:, : len(costs.verify_ms) - 1]
     score = -np.repeat(costs.verify_ms[None, : ranked.shape[1] + 1], depths, axis=0)
@@ -123,7 +124,7 @@ def _best_at(
     depth, budget = divmod(int(score.argmax()), score.shape[1])
     taken = np.argsort(-net[depth], kind="stable")[:budget]
     k = np.bincount(taken // reach, minlength=rows).astype(np.int32)
-    proposer = np.where(k > 0, np.where(use[depth], _DRAFT, flat), 0).astype(np.uint8)
+    proposer = np.where(k > 0, np.where(use[depth], DRAFT_MODEL, flat), 0).astype(np.uint8)
     inside = float(ranked[depth, budget - 1]) if budget else np.inf
     outside = float(ranked[depth, budget]) if budget < ranked.shape[1] else -np.inf
     cut = min(max(price, np.nextafter(outside, np.inf)), inside)
@@ -144,7 +145,7 @@ def priced(
     row = np.arange(len(k))
     taken = np.arange(survival.shape[2]) < k[:, None]
     tokens = emits + float((survival[row, proposer] * taken).sum())
-    drafts = proposer == _DRAFT
+    drafts = proposer == DRAFT_MODEL
     depth = int(k[drafts].max(initial=0))
     per_token = float((costs.token_ms[proposer] * k).sum())
     ms = float(costs.verify_ms[int(k.sum())]) + depth * costs.pass_ms + per_token
