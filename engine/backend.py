@@ -19,8 +19,8 @@ from parlay.policies.types import PROPOSERS, Array, Fitted, StopRule
 
 @dataclass(slots=True)
 class Lookup:
-    """What the n-gram knows before the step: match_tokens i32 [rows], the longest suffix seen before,
-    and tokens i64 [rows, depth], what followed it then (-1: nothing).
+    """What the n-gram knows before the step: match_tokens i32 [rows], the longest suffix seen
+    before, and tokens i64 [rows, depth], what followed it then (-1: nothing).
     """  # noqa: D205
 
     match_tokens: Array
@@ -31,9 +31,9 @@ class Lookup:
 class Batch:
     """The rows of one step; the scheduler fills it, blocks for every row are reserved.
 
-    chunk i32 [rows]: uncomputed tokens each row feeds the target, 1 while decoding. A row whose chunk
-    ends at its last token emits. target and draft: block tables of the two models' caches by request.
-    lookup: the n-gram's guesses for the rows.
+    chunk i32 [rows]: uncomputed tokens each row feeds the target, 1 while decoding. A row whose
+    chunk ends at its last token emits. target and draft: block tables of the two models' caches by
+    request. lookup: the n-gram's guesses for the rows.
     """
 
     requests: list[Request]
@@ -47,8 +47,9 @@ class Batch:
 
     @property
     def emits(self) -> Array:
-        """Return bool [rows]: does this step yield a token for the row?"""
-        return np.asarray([r.pending for r in self.requests], np.int32) == self.chunk
+        """Return bool [rows]: whether this step yields a token for the row."""
+        pending = np.asarray([r.pending for r in self.requests], np.int32)
+        return np.equal(pending, self.chunk)
 
 
 @dataclass(slots=True)
@@ -57,8 +58,9 @@ class Drafts:
 
     count i32 [rows]; tokens i64 [rows, K], -1 beyond count; confidences f32 [rows, K], each place's
     probability of acceptance as the drafter sees it before drawing, nan where it has none;
-    read_by_draft bool [rows]: the draft model read the row's every token. draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the
-    backend keeps for `verify` (the draft's distributions).
+    read_by_draft bool [rows]: the draft model read the row's every token. draft_ms f32 [PROPOSERS]
+    and draft_depth: what it cost. private: what the backend keeps for `verify` (the draft's
+    distributions).
     """
 
     count: Array
@@ -74,9 +76,9 @@ class Drafts:
 class Verified:
     """What the target says; `verify` fills it.
 
-    accepted i32 [rows], drafted tokens that hold; tokens i64 [rows, K + 1], the accepted ones and the
-    target's own next token, -1 beyond accepted + 1 and on rows that do not emit. padded_tokens: rows
-    the target's pass really had. verify_ms: its time.
+    accepted i32 [rows], drafted tokens that hold; tokens i64 [rows, K + 1], the accepted ones and
+    the target's own next token, -1 beyond accepted + 1 and on rows that do not emit. padded_tokens:
+    rows the target's pass really had. verify_ms: its time.
     """
 
     accepted: Array

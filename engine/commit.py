@@ -1,4 +1,4 @@
-"""Commit what was verified: grow the requests, crop at EOS, stop string or length. Free of torch."""
+"""Commit what was verified: grow requests, crop at EOS, stop string or length. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECENT_DECAY = 0.9
 
 @dataclass(slots=True, frozen=True)
 class StopRules:
-    """What ends a request besides its own limits: end-of-sequence ids, and text for stop strings."""
+    """What ends a request besides its limits: end-of-sequence ids, and text for stop strings."""
 
     eos_ids: frozenset[int]
     positions: int
@@ -74,7 +74,7 @@ def _crop(request: Request, tokens: list[int], rules: StopRules) -> tuple[int, T
 
 
 def _hits_stop(request: Request, run: list[int], rules: StopRules) -> bool:
-    """Say whether the text of the output's tail and `run` holds a stop string that ends in `run`."""
+    """Say whether the text of the output's tail and `run` holds a stop string ending in `run`."""
     assert rules.detokenize is not None
     # A token has at least one byte, and a character at most four of them.
     reach = 4 * max(len(s) for s in request.sampling.stop) + 4

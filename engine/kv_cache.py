@@ -12,7 +12,9 @@ class BlockCache:
 
     def __init__(self, total: int, block_tokens: int) -> None:
         if total < 1 or block_tokens < 1:
-            raise ValueError(f"a cache needs at least one block of one token, not {total} of {block_tokens}")
+            raise ValueError(
+                f"a cache needs at least one block of one token, not {total} of {block_tokens}"
+            )
         self.total = total
         self.block_tokens = block_tokens
         self.tables: dict[int, list[int]] = {}
@@ -36,7 +38,7 @@ class BlockCache:
         return self.capacity(request_id) + self.free * self.block_tokens
 
     def reserve(self, request_id: int, tokens: int) -> bool:
-        """Make a request's table hold `tokens` positions; False, changing nothing, where blocks are short."""
+        """Make a table hold `tokens` positions; False, changing nothing, where blocks are short."""
         table = self.tables.get(request_id, [])
         need = self.blocks_for(tokens) - len(table)
         if need > len(self._free):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 Linear = Callable[[Tensor], Tensor]
 
 PACK_ROWS = 16
-"""Rows the packed layout is chosen for; decoding a few requests with a few drafts has about these."""
+"""Rows the packed layout is chosen for: a few requests with a few drafts each."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

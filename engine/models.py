@@ -1,4 +1,4 @@
-"""A lean Llama forward over flat ragged batches: fused QKV and gate-up, prepacked weights, no modules.
+"""A lean Llama over flat ragged batches: fused QKV and gate-up, prepacked weights, no modules.
 
 Target and draft run the same code; a draft may read embeddings of another width through `in_proj`.
 """
@@ -32,11 +32,16 @@ class Layer:
 class Llama:
     """Weights laid out for decoding, on one device in one dtype.
 
-    weights: Hugging Face names; embedding [vocab, width] of what is read (the target's own for a draft).
+    weights: Hugging Face names; embedding [vocab, width] of what is read (the target's own for a
+    draft).
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], embedding: Tensor, dtype: torch.dtype,
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device

@@ -1,4 +1,4 @@
-"""Turn engine state into what a policy sees: BatchView before a step, StepOutcome after. Torch-free."""
+"""What a policy sees of the engine: BatchView before a step, StepOutcome after. Free of torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def view_of(batch: Batch, scheduler: Scheduler, limits: EngineLimits, step_id: i
         output_tokens=np.asarray([r.output_tokens for r in requests], np.int32),
         prefill_tokens=np.where(decoding, 0, batch.chunk).astype(np.int32),
         temperature=np.asarray([r.sampling.temperature for r in requests], np.float32),
-        max_k=np.where(decoding, [_max_k(r, limits, positions) for r in requests], 0).astype(np.int32),
+        max_k=np.where(decoding, [_max_k(r, limits, positions) for r in requests], 0).astype(
+            np.int32
+        ),
         proposer_mask=np.asarray(
             [r.speculation.proposer_mask & limits.proposer_mask for r in requests], np.uint8
         ),
@@ -53,7 +55,7 @@ def view_of(batch: Batch, scheduler: Scheduler, limits: EngineLimits, step_id: i
 
 
 def _max_k(request: Request, limits: EngineLimits, positions: int) -> int:
-    """Return how many tokens a request may draft: each k emits up to k + 1 and needs their positions."""
+    """Return how many tokens a request may draft: k of them emit up to k + 1."""
     left = min(request.remaining, positions - len(request.tokens))
     return max(0, min(request.speculation.max_k, limits.k_max, left - 1))
 

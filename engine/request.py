@@ -74,7 +74,7 @@ class SamplingParams:
 
 @dataclass(slots=True, frozen=True)
 class SpeculationParams:
-    """What a request allows: proposers as a bit mask, tokens a step, its task and latency target."""
+    """What a request allows: proposers (bit mask), tokens a step; its task and latency target."""
 
     proposer_mask: int = ALL_PROPOSERS
     max_k: int = K_LIMIT
@@ -86,7 +86,9 @@ class SpeculationParams:
             raise ValueError(f"max_k must be between 0 and {K_LIMIT}, not {self.max_k}")
         if not 0 <= self.proposer_mask <= ALL_PROPOSERS:
             names = ", ".join(p.name.lower() for p in Proposer)
-            raise ValueError(f"proposer mask {self.proposer_mask} names an unknown proposer; known: {names}")
+            raise ValueError(
+                f"proposer mask {self.proposer_mask} names an unknown proposer; known: {names}"
+            )
 
 
 OnTokens = Callable[["Request", list[int]], None]
@@ -97,7 +99,8 @@ class Request:
     """One request; the scheduler moves it, `commit` grows it, nobody else writes to it.
 
     tokens: prompt then output. computed: target KV positions that hold committed tokens;
-    draft_computed: the same of the draft model. recent_accept: discounted mean of emitted tokens a step.
+    draft_computed: the same of the draft model. recent_accept: discounted mean of emitted tokens a
+    step.
     """
 
     request_id: int

@@ -36,9 +36,13 @@ def mix64(x: int) -> int:
 
 
 def request_key(request: Request, engine_seed: int) -> int:
-    """Return a request's key: of its seed alone where it has one, else of the engine's and its id."""
+    """Return a request's key: its seed's where it has one, else the engine's and its id's."""
     seed = request.sampling.seed
-    return mix64(engine_seed + _GOLDEN * request.request_id) if seed is None else mix64(mix64(seed) + 1)
+    return (
+        mix64(engine_seed + _GOLDEN * request.request_id)
+        if seed is None
+        else mix64(mix64(seed) + 1)
+    )
 
 
 def draw_key(request_key: int, position: int, purpose: Purpose) -> int:
@@ -63,7 +67,8 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 def exponentials(keys: Sequence[int], ids: Tensor) -> Tensor:
     """Return float64 [keys, ids]: an exponential draw for each key and token id, always the same.
 
-    A race of exponentials, argmin E_i / p_i, draws i with probability p_i: -log E_i is Gumbel noise.
+    A race of exponentials, argmin E_i / p_i, draws i with probability p_i: -log E_i is Gumbel
+    noise.
     """
     key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=ids.device)
     x = key[:, None] + (ids + 1) * _signed(_GOLDEN)
@@ -74,7 +79,7 @@ def exponentials(keys: Sequence[int], ids: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Return float64 [rows, vocab]: each row's law after temperature, top-k and top-p (temperature > 0)."""
+    """Return float64 [rows, vocab]: each row's law after temperature (> 0), top-k and top-p."""
     scale = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
     scaled = logits.double() / scale[:, None]
     if any(p.top_k or p.top_p < 1.0 for p in params):
@@ -85,7 +90,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _filtered(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Hide what top-k and top-p exclude; ties at the edge stay in by token id."""
     vocab, device = scaled.shape[-1], scaled.device
-    order = torch.sort(scaled, -1, descending=True, stable=True)
+    order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     top_k = torch.tensor([p.top_k or vocab for p in params], device=device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
     beyond = torch.arange(vocab, device=device) >= top_k

@@ -19,7 +19,7 @@ from parlay.policies.types import Array
 
 @dataclass(slots=True, frozen=True)
 class EngineConfig:
-    """Sizes of the engine: requests at once, tokens a step, blocks of the two KV caches, context."""
+    """Sizes of the engine: requests at once, tokens a step, blocks of both KV caches, context."""
 
     max_running: int = 16
     token_budget: int = 512
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> tuple[list[Request], Array]:
-        """Choose the rows of the next step and each one's chunk i32; their target blocks are reserved."""
+        """Choose the next step's rows and each one's chunk i32; target blocks are reserved."""
         chunks: dict[int, int] = {}
         budget = self.config.token_budget
         for request in sorted(self.running, key=lambda r: r.pending > 1):
@@ -71,7 +71,10 @@ class Scheduler:
             request = self.waiting[0]
             chunk = min(request.pending, budget)
             # One spare block a running request keeps admission from preempting at once.
-            if self.target.blocks_for(chunk) + len(self.running) > self.target.free and self.running:
+            if (
+                self.target.blocks_for(chunk) + len(self.running) > self.target.free
+                and self.running
+            ):
                 break
             self.target.reserve(request.request_id, request.computed + chunk)
             self.waiting.popleft()
@@ -83,7 +86,7 @@ class Scheduler:
         return rows, np.asarray([chunks[r.request_id] for r in rows], np.int32)
 
     def _make_room(self, request: Request, chunk: int, chunks: dict[int, int]) -> bool:
-        """Reserve blocks for a chunk, preempting the newest requests; False: `request` was the newest."""
+        """Reserve a chunk's blocks, preempting the newest; False: `request` was the newest."""
         while not self.target.reserve(request.request_id, request.computed + chunk):
             newest = self.running[-1]
             self.preempt(newest)

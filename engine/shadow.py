@@ -34,7 +34,7 @@ class ShadowScorer:
         self._pending: dict[int, _Pending] = {}
 
     def offer(self, requests: list[Request], lookup: Lookup, rows: Array) -> None:
-        """Take the guesses of `rows`, bool, made before the step, where a request has none pending."""
+        """Take the guesses of `rows`, bool, made before the step, unless one is pending."""
         for row in np.flatnonzero(rows & (lookup.match_tokens > 0)):
             request = requests[row]
             if request.request_id not in self._pending:
@@ -51,7 +51,10 @@ class ShadowScorer:
                 continue
             offered = len(guess.tokens)
             seen = request.tokens[guess.start : guess.start + offered]
-            matched = next((i for i, (a, b) in enumerate(zip(guess.tokens, seen, strict=False)) if a != b), len(seen))
+            matched = next(
+                (i for i, (a, b) in enumerate(zip(guess.tokens, seen, strict=False)) if a != b),
+                len(seen),
+            )
             if matched == len(seen) < offered and not request.finished:
                 continue
             del self._pending[request.request_id]

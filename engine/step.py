@@ -119,7 +119,7 @@ class Engine:
         return outcome
 
     def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:
-        """Take blocks for the drafts; where they are short k shrinks, and drafting by the model stops."""
+        """Take blocks for the drafts; where they are short, k shrinks."""
         for row in np.flatnonzero(fit.k):
             request = batch.requests[row]
             tokens, k = len(request.tokens), int(fit.k[row])

@@ -34,7 +34,12 @@ class TorchBackend:
     """Runs the models; block tables come with each batch, cache contents live here."""
 
     def __init__(
-        self, target: Llama, draft: DraftModel | None, config: EngineConfig, k_max: int = 16, seed: int = 0
+        self,
+        target: Llama,
+        draft: DraftModel | None,
+        config: EngineConfig,
+        k_max: int = 16,
+        seed: int = 0,
     ) -> None:
         self.target, self.config, self.seed, self.k_max = target, config, seed, k_max
         self.cache = PagedKV(
@@ -50,7 +55,11 @@ class TorchBackend:
 
     def limits(self) -> EngineLimits:
         """Return the proposers that are there and the sizes."""
-        mask = 1 << Proposer.NONE | 1 << Proposer.NGRAM | (self.draft is not None) << Proposer.DRAFT_MODEL
+        mask = (
+            1 << Proposer.NONE
+            | 1 << Proposer.NGRAM
+            | (self.draft is not None) << Proposer.DRAFT_MODEL
+        )
         return EngineLimits(mask, self.k_max, (), self.config.token_budget)
 
     def clock(self) -> float:
@@ -75,13 +84,14 @@ class TorchBackend:
             count=np.zeros(len(batch), np.int32),
             tokens=np.full((len(batch), depth), -1, np.int64),
             confidences=np.full((len(batch), depth), np.nan, np.float32),
-            match_tokens=batch.lookup.match_tokens,
             read_by_draft=np.zeros(len(batch), bool),
         )
         ngram = np.flatnonzero((fit.proposer == Proposer.NGRAM) & (fit.k > 0))
         if len(ngram):
             start_s = time.perf_counter()
-            guess = np.where(np.arange(depth) < fit.k[ngram, None], batch.lookup.tokens[ngram, :depth], -1)
+            guess = np.where(
+                np.arange(depth) < fit.k[ngram, None], batch.lookup.tokens[ngram, :depth], -1
+            )
             drafts.tokens[ngram], drafts.count[ngram] = guess, (guess >= 0).sum(1)
             drafts.draft_ms[Proposer.NGRAM] = 1e3 * (time.perf_counter() - start_s)
         modelled = np.flatnonzero((fit.proposer == Proposer.DRAFT_MODEL) & (fit.k > 0))
@@ -89,7 +99,9 @@ class TorchBackend:
             self._propose_modelled(batch, modelled, fit.k, stop, drafts)
         return drafts
 
-    def _propose_modelled(self, batch: Batch, rows: Array, k: Array, stop: StopRule, drafts: Drafts) -> None:
+    def _propose_modelled(
+        self, batch: Batch, rows: Array, k: Array, stop: StopRule, drafts: Drafts
+    ) -> None:
         assert self.draft is not None, "a plan named the draft model, which this engine has not"
         start_s = self.clock()
         run = self.draft.propose(batch, rows, k, stop)
@@ -132,7 +144,8 @@ class TorchBackend:
                 hidden = hidden[torch.from_numpy(places).to(hidden.device)]
             law: DraftLaw | None = drafts.private
             logits = self.target.logits(hidden)
-            accepted[rows], found = accept(logits, batch.requests, rows, drafts.tokens, k, law, self.seed)
+            accepted[rows], found = accept(
+                logits, batch.requests, rows, drafts.tokens, k, law, self.seed
+            )
             tokens[rows, : found.shape[1]] = found
         return accepted, tokens
-

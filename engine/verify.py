@@ -1,8 +1,9 @@
-"""Which drafts hold: greedy, coupled and rejection verification. The output's law is the target's own.
+"""Which drafts hold: greedy, coupled and rejection verification; the output's law is kept.
 
-Greedy and coupled: the target's token at a place is a function of its context (argmax, or argmax of a
-race with keyed noise); a draft holds if it is that token. Rejection (Leviathan et al. 2023, Chen et al.
-2023): token x drawn from q holds with probability min(1, p(x) / q(x)), else one from (p - q)+ is drawn.
+Greedy and coupled: the target's token at a place is a function of its context (argmax, or argmax of
+a race with keyed noise); a draft holds if it is that token. Rejection (Leviathan et al. 2023, Chen
+et al. 2023): token x drawn from q holds with probability min(1, p(x) / q(x)), else one from (p -
+q)+ is drawn.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ class DraftLaw:
 
 
 def accept(
-    logits: Tensor, requests: Sequence[Request], rows: Array, drafts: Array, k: Array, law: DraftLaw | None,
+    logits: Tensor,
+    requests: Sequence[Request],
+    rows: Array,
+    drafts: Array,
+    k: Array,
+    law: DraftLaw | None,
     engine_seed: int,
 ) -> tuple[Array, Array]:
     """Return accepted i32 [len(rows)] and tokens i64 [len(rows), K + 1], -1 beyond accepted + 1.
 
-    logits [sum(k + 1), vocab]: for each batch row of `rows` in order, its k drafts' places and the one
-    after. drafts i64 [batch rows, K].
+    logits [sum(k + 1), vocab]: for each batch row of `rows` in order, its k drafts' places and the
+    one after. drafts i64 [batch rows, K].
     """
     counts = k[rows] + 1
     starts = np.concatenate(([0], np.cumsum(counts)))
@@ -48,7 +54,9 @@ def accept(
     for i, row in enumerate(rows):
         draft = drafts[row, : k[row]]
         if requests[row].sampling.mode is SampleMode.REJECTION:
-            run = _rejection(logits[starts[i] : starts[i + 1]], requests[row], int(row), draft, law, engine_seed)
+            run = _rejection(
+                logits[starts[i] : starts[i + 1]], requests[row], int(row), draft, law, engine_seed
+            )
         else:
             run = fixed[starts[i] : starts[i + 1]]
             run = run[: 1 + int(np.cumprod(run[:-1] == draft).sum())]
@@ -58,10 +66,15 @@ def accept(
 
 
 def _fixed_choices(
-    logits: Tensor, requests: Sequence[Request], rows: Array, counts: Array, starts: Array, engine_seed: int
+    logits: Tensor,
+    requests: Sequence[Request],
+    rows: Array,
+    counts: Array,
+    starts: Array,
+    engine_seed: int,
 ) -> Array:
     """Return i64 [places]: the target's token of every place of greedy and coupled rows."""
-    choice = logits.argmax(-1)
+    choice = logits.float().argmax(-1)  # five times as fast as in bf16 on a CPU
     ids = torch.arange(logits.shape[-1], device=logits.device)
     for i, row in enumerate(rows):
         request = requests[row]
@@ -72,7 +85,7 @@ def _fixed_choices(
 
 
 def coupled(logits: Tensor, request: Request, ahead: int, ids: Tensor, engine_seed: int) -> Tensor:
-    """Return the race's winner of each row of logits, for output positions from the next + ahead on."""
+    """Return each row's winner, for output positions from the next + ahead on."""
     key, first = request_key(request, engine_seed), request.output_tokens + ahead
     keys = [draw_key(key, first + j, Purpose.COUPLED) for j in range(len(logits))]
     return race(probabilities(logits, [request.sampling] * len(logits)), keys, ids)

@@ -1,8 +1,9 @@
 """Where keys and values lie, and which of them a step touches.
 
-A layer's pool is [2 * kv_heads * blocks * block_tokens, head_dim]: keys before values, then by head,
-block and offset, so that one gather of whole blocks yields [2, batch, kv_heads, tokens, head_dim] and a
-step's new keys and values are one scatter. Indices are made once a step and serve every layer.
+A layer's pool is [2 * kv_heads * blocks * block_tokens, head_dim]: keys before values, then by
+head, block and offset, so that one gather of whole blocks yields [2, batch, kv_heads, tokens,
+head_dim] and a step's new keys and values are one scatter. Indices are made once a step and serve
+every layer.
 """
 
 from __future__ import annotations
@@ -17,20 +18,26 @@ from torch import Tensor
 from parlay.engine.model_config import ModelConfig
 
 WIDE = 32
-"""Rows with more query tokens than this are attended alone, so that nobody is padded to a prompt."""
+"""Rows with more query tokens are attended alone, so that nobody is padded to a prompt."""
 
 
 class PagedKV:
     """The keys and values of one model, every layer, in blocks."""
 
     def __init__(
-        self, config: ModelConfig, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.blocks, self.block_tokens = blocks, block_tokens
         self.heads, self.head_dim = config.kv_heads, config.head_dim
         rows = 2 * config.kv_heads * blocks * block_tokens
         self.layers = [
-            torch.zeros(rows, config.head_dim, dtype=dtype, device=device) for _ in range(config.layers)
+            torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
+            for _ in range(config.layers)
         ]
 
 
@@ -39,8 +46,9 @@ class Group:
     """Rows attended together, padded to the same numbers of query and key tokens.
 
     queries: where the group's tokens stand in the flat batch, i64 [batch * q] (None: all of it, in
-    order); valid: which of those are real, i64, where padded. blocks i64 [2 * kv_heads * batch * n] to
-    gather. mask: float [batch, 1, group * q, n * block_tokens], 0 or -inf.
+    order); valid: which of those are real, i64, where padded. blocks i64 [2 * kv_heads * batch * n]
+    to gather. mask: float [batch * kv_heads, share * q, n * block_tokens], 0 or -inf, for the
+    `share` query heads of each KV head.
     """
 
     batch: int
@@ -66,12 +74,16 @@ class Attention(Protocol):
     """Appends a step's keys and values to the cache and attends; one implementation a file."""
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
-        """Return [tokens, heads, head_dim]; q has its shape, kv is [tokens, 2 * kv_heads, head_dim]."""
+        """Return [tokens, heads, head_dim]; q is alike, kv [tokens, 2 * kv_heads, head_dim]."""
         ...
 
 
 def plan_ragged(
-    cache: PagedKV, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], share: int,
+    cache: PagedKV,
+    tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    share: int,
 ) -> Ragged:
     """Lay out a pass in which row r computes positions starts[r] .. starts[r] + lengths[r] - 1.
 
@@ -82,7 +94,11 @@ def plan_ragged(
     positions = torch.tensor([p for row in position_list for p in row], dtype=torch.int64)
     size = cache.block_tokens
     slots = torch.tensor(
-        [table[p // size] * size + p % size for table, row in zip(tables, position_list, strict=True) for p in row],
+        [
+            table[p // size] * size + p % size
+            for table, row in zip(tables, position_list, strict=True)
+            for p in row
+        ],
         dtype=torch.int64,
     )
     head = torch.arange(2 * cache.heads) * (cache.blocks * size)
@@ -97,8 +113,12 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _group(
-    cache: PagedKV, tables: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int],
-    rows: list[int], share: int,
+    cache: PagedKV,
+    tables: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    rows: list[int],
+    share: int,
 ) -> Group:
     device, dtype, size = cache.layers[0].device, cache.layers[0].dtype, cache.block_tokens
     batch, q = len(rows), max(lengths[r] for r in rows)
@@ -114,13 +134,21 @@ def _group(
     at = torch.tensor([starts[r] for r in rows])[:, None] + torch.minimum(step, length[:, None] - 1)
     hidden = torch.arange(blocks.shape[1] * size) > at[:, :, None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    mask = mask[:, None].expand(-1, share, -1, -1).reshape(batch, 1, share * q, -1)
+    mask = (
+        mask[:, None, None]
+        .expand(-1, cache.heads, share, -1, -1)
+        .reshape(batch * cache.heads, share * q, -1)
+    )
 
     offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     queries = (offset[rows][:, None] + torch.minimum(step, length[:, None] - 1)).reshape(-1)
     whole = batch * q == sum(lengths)
-    valid = None if batch * q == int(length.sum()) else torch.nonzero((step < length[:, None]).reshape(-1))[:, 0]
+    valid = (
+        None
+        if batch * q == int(length.sum())
+        else torch.nonzero((step < length[:, None]).reshape(-1))[:, 0]
+    )
     return Group(
-        batch, q, None if whole else queries.to(device), None if valid is None else valid.to(device),
-        gather.to(device), mask.to(device),
+        batch, q, None if whole else queries.to(device),
+        None if valid is None else valid.to(device), gather.to(device), mask.to(device),
     )  # fmt: skip

@@ -48,14 +48,16 @@ class DraftModelProposer:
         self._host_ids = ids.cpu().numpy()
 
     def propose(self, batch: Batch, rows: Array, k: Array, stop: StopRule) -> DraftRun:
-        """Draft up to k[row] tokens for each batch row of `rows`; deepest rows first keeps passes dense."""
+        """Draft up to k[row] tokens for each batch row of `rows`."""
         deepest = np.argsort(-k[rows], kind="stable")
         order = rows[deepest]
         requests = [batch.requests[r] for r in order]
         depth = int(k[order[0]])
         guess = np.full((len(order), depth), -1, np.int64)
         confidence = np.full((len(order), depth), np.nan, np.float32)
-        law = DraftLaw({int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids)
+        law = DraftLaw(
+            {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids
+        )
         reach, alive = np.ones(len(order)), np.arange(len(order))
         passes = 0
         for place in range(depth):
@@ -102,15 +104,27 @@ class DraftModelProposer:
         peak, best = p.max(-1)
         entropy = torch.special.entr(p).sum(-1)
         choice = best.cpu().numpy()
-        sampled = [i for i in range(len(alive)) if requests[alive[i]].sampling.mode is not SampleMode.GREEDY]
-        laws = torch.zeros(len(requests), p.shape[-1], dtype=torch.float64, device=p.device) if law.row else None
+        sampled = [
+            i
+            for i in range(len(alive))
+            if requests[alive[i]].sampling.mode is not SampleMode.GREEDY
+        ]
+        laws = (
+            torch.zeros(len(requests), p.shape[-1], dtype=torch.float64, device=p.device)
+            if law.row
+            else None
+        )
         for i in sampled:
             request = requests[alive[i]]
             if request.sampling.mode is SampleMode.COUPLED:
-                choice[i] = int(coupled(logits[i : i + 1], request, place, self.ids, self.engine_seed)[0])
+                choice[i] = int(
+                    coupled(logits[i : i + 1], request, place, self.ids, self.engine_seed)[0]
+                )
                 continue
             q = probabilities(logits[i : i + 1], [request.sampling])
-            key = draw_key(request_key(request, self.engine_seed), request.output_tokens + place, Purpose.DRAFT)
+            key = draw_key(
+                request_key(request, self.engine_seed), request.output_tokens + place, Purpose.DRAFT
+            )
             choice[i] = int(race(q, [key], self.ids)[0])
             assert laws is not None
             laws[alive[i]] = q[0]
@@ -124,7 +138,7 @@ def _is_sampled(request: Request) -> bool:
 
 
 def _keeps_drafting(stop: StopRule, reach: Array, entropy: Array, place: int) -> Array:
-    """Return bool [rows]: is the token of this place drafted? Judged before it is drawn, so without bias."""
+    """Return bool [rows]: whether to draft this place, judged before its token is drawn: no bias."""
     if place == 0:
         return np.ones(len(reach), bool)
     if stop.kind is StopKind.SURVIVAL:

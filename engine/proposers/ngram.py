@@ -1,4 +1,4 @@
-"""N-gram proposer: what followed the longest suffix of the text the last time it was seen. Torch-free.
+"""N-gram proposer: what followed the text's longest suffix when it was last seen. Free of torch.
 
 A suffix automaton (Blumer et al. 1985) grows with the text, O(1) amortised a token; the suffix link
 of its last state is the longest suffix that occurred before.
@@ -17,7 +17,8 @@ from parlay.engine.request import Request
 class NgramIndex:
     """The suffix automaton of one token sequence.
 
-    State s spells its longest string of `length[s]` tokens; `recent[s]` is a position where it ended.
+    State s spells its longest string of `length[s]` tokens; `recent[s]` is a position where it
+    ended.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class NgramIndex:
         return len(self._link) - 1
 
     def propose(self, k: int) -> list[int]:
-        """Return the k tokens that followed the longest suffix's last place; empty without a match."""
+        """Return the k tokens that followed the longest suffix before; empty without a match."""
         if not self.match_tokens:
             return []
         start = self._match_end + 1

@@ -1,0 +1,90 @@
+"""Load a model, its draft and its tokenizer from disk into a backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from parlay.engine.draft_format import load_draft
+from parlay.engine.linear import can_pack
+from parlay.engine.models import Llama
+from parlay.engine.scheduler import EngineConfig
+from parlay.engine.tokenizer import Tokenizer
+from parlay.engine.tokenizer import load as load_tokenizer
+from parlay.engine.torch_backend import DraftModel, TorchBackend
+from parlay.engine.weights import default_model_dir, load_checkpoint
+
+SHIPPED_DRAFT = Path(__file__).parent / "data" / "smollm2_draft.safetensors"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NO_DRAFT = "none"
+
+
+def load_backend(
+    model: str | Path | None = None,
+    draft: str | Path | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    threads: int = 1,
+    config: EngineConfig | None = None,
+) -> tuple[TorchBackend, Tokenizer]:
+    """Load a backend and its tokenizer.
+
+    model: a checkpoint's folder, None the default model. draft: a file of `parlay distill draft`, a
+    checkpoint's folder with the target's tokenizer, "none", or None for the one that is shipped
+    with the default model. dtype "auto": bfloat16 where the device is fast in it. Raises
+    ValueError.
+    """
+    torch.set_num_threads(threads)
+    place, kind = _device(device), _dtype(dtype, device)
+    folder = default_model_dir() if model is None else Path(model)
+    sizes, weights = load_checkpoint(folder)
+    config = config or EngineConfig(context_tokens=sizes.context)
+    if config.context_tokens > sizes.context:
+        raise ValueError(
+            f"the model's context is {sizes.context} tokens, not {config.context_tokens}"
+        )
+    embedding = weights["model.embed_tokens.weight"]
+    target = Llama(sizes, weights, embedding, kind, place)
+    if draft is None and model is None:
+        draft = SHIPPED_DRAFT
+    drafter = None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding)
+    return TorchBackend(target, drafter, config), load_tokenizer(folder)
+
+
+def _load_draft(path: Path, target: Llama, embedding: torch.Tensor) -> DraftModel:
+    """Load a draft to the target's device; a file's draft reads the target's embedding."""
+    if path.is_dir():
+        sizes, weights = load_checkpoint(path)
+        if sizes.vocab != target.config.vocab:
+            raise ValueError(
+                f"draft {path} has {sizes.vocab} tokens, the target {target.config.vocab}:"
+                " they need the same tokenizer"
+            )
+        own = weights["model.embed_tokens.weight"]
+        return DraftModel(
+            Llama(sizes, weights, own, target.dtype, target.device), torch.arange(sizes.vocab)
+        )
+    sizes, weights, ids = load_draft(path, embedding)
+    return DraftModel(
+        Llama(sizes, weights, target.embedding, target.dtype, target.device), ids.to(target.device)
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device '{name}'; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' asked for, but torch sees no GPU; use --device cpu")
+    return device
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        fast = device != "cpu" or can_pack(torch.bfloat16, torch.device("cpu"))
+        return torch.bfloat16 if fast else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype '{name}'; choose auto, {' or '.join(DTYPES)}")
+    return DTYPES[name]
