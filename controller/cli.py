@@ -18,6 +18,8 @@ from parlay.controller.host import Host
 from parlay.controller.service import serve as serve_host
 
 PROBE_S = 1.0
+MAX_PATH_BYTES = 107
+MAX_PORT = 65535
 
 
 def serve(
@@ -50,19 +52,9 @@ def claim(listen: str) -> None:
     """Check an address and remove a socket that nobody listens on; raises OSError or ValueError."""
     path = socket_path(listen)
     if path is None:
-        port = listen.rpartition(":")[2]
-        if not listen.rpartition(":")[0] or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"--listen {listen}: write it as unix:/path or host:port")
-        return
-    if not path.parent.is_dir():
-        raise OSError(f"cannot listen on {path}: its folder does not exist")
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise OSError(f"cannot listen on {path}: a file of that name is there and is no socket")
-    if _listens(path):
-        raise OSError(f"cannot listen on {path}: another process does")
-    path.unlink(missing_ok=True)
+        _try_port(listen)
+    else:
+        _claim_path(path)
 
 
 def release(listen: str) -> None:
@@ -77,6 +69,37 @@ def socket_path(listen: str) -> Path | None:
     if not listen.startswith("unix:"):
         return None
     return Path(listen.removeprefix("unix://").removeprefix("unix:"))
+
+
+def _try_port(listen: str) -> None:
+    """Bind and let go: what gRPC says about a port that is taken is long and unclear."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > MAX_PORT:
+        raise ValueError(f"--listen {listen}: write it as unix:/path or host:port")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen on {listen}: {error.strerror}") from None
+
+
+def _claim_path(path: Path) -> None:
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise OSError(
+            f"cannot listen on {path}: a socket's path has at most {MAX_PATH_BYTES} bytes"
+        )
+    if not path.parent.is_dir():
+        raise OSError(f"cannot listen on {path}: its folder does not exist")
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise OSError(f"cannot listen on {path}: a file of that name is there and is no socket")
+    if _listens(path):
+        raise OSError(f"cannot listen on {path}: another process does")
+    path.unlink(missing_ok=True)
 
 
 def _listens(path: Path) -> bool:

@@ -76,6 +76,12 @@ class RemoteStats:
         steps = self.plans_remote + self.plans_local
         return (self.plans_remote - self.late_steps) / steps if steps else 0.0
 
+    def reset(self) -> None:
+        """Count from here on."""
+        self.plans_remote = self.plans_local = self.late_steps = 0
+        self.dropped_reports = self.reconnects = 0
+        self.engine_thread_us.clear()
+
 
 @dataclass(slots=True)
 class _Report:
@@ -138,7 +144,7 @@ class RemotePlanner:
             thread.start()
 
     def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
-        """Send this step's report; return the newest plan, or where it is too old the fallback's."""
+        """Send this step's report; return the newest plan, the fallback's if it is old."""
         start = time.perf_counter_ns()
         if view.step_id <= self._last_step:
             self._flush()
