@@ -114,8 +114,8 @@ class Engine:
         step_ms = 1e3 * (self._step_end_s - start_s)
         outcome = outcome_of(view, plan, source, fit, drafts, verified, committed, shadow, step_ms)
         self.planner.observe(outcome)
-        self._deliver(batch, committed)
         self.step_id += 1
+        self._deliver(batch, committed)
         return outcome
 
     def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:

@@ -19,7 +19,7 @@ from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Proposer, StopRule
 
 VOCAB = 50_000
-_MASK = (1 << 64) - 1
+_MASK, _GOLDEN, _ODD = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
 class Acceptance(Protocol):
@@ -60,8 +60,9 @@ class Hazards:
         return k, int(np.cumprod(held).sum()), task.match_tokens
 
     def _flips(self, request: Request, proposer: Proposer, count: int) -> Array:
-        key = (self.seed, request.request_id, len(request.tokens), int(proposer))
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+        key = (self.seed * 1_000_003 + request.request_id) * 64 + int(proposer)
+        bits = _hashed(key, len(request.tokens) << 32, count)
+        return (bits >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,15 +177,20 @@ class VirtualBackend:
         return Verified(accepted, tokens, padded, verify_ms)
 
 
+def _hashed(key: int, first: int, count: int) -> Array:
+    """Return u64 [count]: SplitMix64's outputs first .. first + count - 1 of a stream named by key."""
+    with np.errstate(over="ignore"):
+        x = np.arange(first, first + count, dtype=np.uint64) + np.uint64(key * _ODD & _MASK)
+        x = x * np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
 def _text(request: Request, count: int) -> Array:
     """Return the next `count` tokens of a request: a hash of its id and their positions."""
-    position = np.arange(len(request.tokens), len(request.tokens) + count, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        x = position * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-            request.request_id * 0x632BE59BD9B4E019 & _MASK
-        )
-        x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return ((x >> np.uint64(33)) % np.uint64(VOCAB)).astype(np.int64)
+    bits = _hashed(request.request_id, len(request.tokens), count)
+    return (bits % np.uint64(VOCAB)).astype(np.int64)
 
 
 def _guesses(request: Request, count: int, held: int) -> Array:

@@ -138,7 +138,7 @@ def _is_sampled(request: Request) -> bool:
 
 
 def _keeps_drafting(stop: StopRule, reach: Array, entropy: Array, place: int) -> Array:
-    """Return bool [rows]: whether to draft this place, judged before its token is drawn: no bias."""
+    """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
     if place == 0:
         return np.ones(len(reach), bool)
     if stop.kind is StopKind.SURVIVAL:
