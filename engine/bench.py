@@ -1,4 +1,4 @@
-"""`parlay bench engine`: our engine beside Hugging Face's generate, and the floor that memory sets."""
+"""`parlay bench engine`: our engine beside Hugging Face's generate, and the memory floor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tally:
     timings: list[Timing] = field(default_factory=list)
 
     def row(self, contender: Contender) -> dict[str, Any]:
-        """Return the report's row: tokens a second over everything, medians of TTFT and TPOT in ms."""
+        """Return the report's row: tokens a second over all, medians of TTFT and TPOT in ms."""
         seconds = sum(t.total_s for t in self.timings)
         return {
             "engine": contender.engine,
@@ -73,7 +73,7 @@ def interleave(
     rounds: int,
     on_done: Callable[[], None],
 ) -> list[Tally]:
-    """Let every contender decode every (task, prompt) in turn, each one first as often as the others."""
+    """Let every contender decode every (task, prompt), each first as often as the others."""
     tallies = [Tally() for _ in contenders]
     for contender in contenders:  # warms caches and lazy set-up
         contender.decode(prompts[0][1], 4, prompts[0][0])
@@ -175,7 +175,7 @@ def floor(weight_bytes: int) -> dict[str, Any]:
 
 
 def verify_widths(backend: TorchBackend, repeats: int) -> Mapping[str, Mapping[str, float]]:
-    """Return by width (tokens verified at batch 1) the median ms of a verify pass and its ratio to 1."""
+    """Return by width (tokens verified at batch 1) a pass's median ms and its ratio to 1."""
     request = Request(1, [100 + i for i in range(VERIFY_CONTEXT)], VERIFY_CONTEXT)
     config = backend.config
     target = BlockCache(config.target_blocks, config.block_tokens)

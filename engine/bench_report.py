@@ -70,7 +70,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     steps = ", ".join(f"{w} tokens {v['ms']:.1f} ms ({v['ratio']:.2f}x)" for w, v in widths.items())
     console.print(
         f"plain decoding is {report['ratio_to_hf']['none']:.2f}x Hugging Face's generate; reading "
-        f"{floor['weight_bytes'] / 1e6:.0f} MB of weights at {floor['read_bytes_per_s'] / 1e9:.1f} GB/s "
+        f"{floor['weight_bytes'] / 1e6:.0f} MB of weights at "
+        f"{floor['read_bytes_per_s'] / 1e9:.1f} GB/s "
         f"({floor['how']}) takes {floor['step_ms']:.1f} ms, the floor of a step",
         highlight=False,
     )

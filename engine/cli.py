@@ -93,7 +93,7 @@ def bench_engine(
     json_file: JsonFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts and tokens")] = False,
 ) -> None:
-    """Compare our engine with Hugging Face's generate on the same model, and with the memory floor."""
+    """Compare our engine with Hugging Face's generate, and with the floor that memory sets."""
     with _one_line("bench engine"):
         _writable(json_file)
         from rich.console import Console

@@ -70,9 +70,11 @@ class Generated:
         """Return the counts as one line."""
         who = ", ".join(f"{name} {n}" for name, n in self.steps_by_proposer.items())
         return (
-            f"{self.output_tokens} tokens in {self.steps} steps ({who}), {self.mean_acceptance_length:.2f} a step; "
+            f"{self.output_tokens} tokens in {self.steps} steps ({who}), "
+            f"{self.mean_acceptance_length:.2f} a step; "
             f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted; "
-            f"{self.tokens_per_s:.1f} tokens/s, first token after {self.ttft_ms:.0f} ms, then {self.tpot_ms:.1f} ms each"
+            f"{self.tokens_per_s:.1f} tokens/s, first token after {self.ttft_ms:.0f} ms, "
+            f"then {self.tpot_ms:.1f} ms each"
         )
 
 

@@ -1,4 +1,4 @@
-"""How much of the demo fits its time: measure a little plain decoding, then choose rounds and tokens."""
+"""How much of the demo fits its time: measure plain decoding, then choose rounds and tokens."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ def choose_shape(
     prompt_ids: Sequence[list[int]],
     modes: int,
 ) -> Shape:
-    """Return the best wish that should fit, a mode taken to cost what no speculation costs; else the last."""
+    """Return the best wish that should fit, else the last.
+
+    Every mode is taken to cost what no speculation costs.
+    """
     tokens = [len(ids) for ids in prompt_ids]
     for rounds, output_tokens in plan.wishes:
         shape = Shape(rounds, output_tokens, plan.task_requests, _MIXED)

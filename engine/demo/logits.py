@@ -1,4 +1,4 @@
-"""Logits recomputed to judge divergences: float32 over whole texts, bf16 by plain decoding in batches."""
+"""Logits recomputed to judge divergences: float32 over whole texts, bf16 by plain decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchOracle:
 
     @torch.inference_mode()
     def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
-        """Return the float32 top two ids i64 [n, 2] and their gap [n] at each place of an output."""
+        """Return the float32 top two ids i64 [n, 2] and their gap [n] at an output's places."""
         start = len(self.prompt_ids[prompt])
         tokens = [*self.prompt_ids[prompt], *output[:-1]]
         logits = _Rows(self.exact, [tokens]).read(0, len(tokens))[start - 1 :]
@@ -43,7 +43,7 @@ class TorchOracle:
 
     @torch.inference_mode()
     def noise(self, outputs: Mapping[int, Sequence[int]], quantile: float) -> float:
-        """Return that quantile of |bf16 gap - float32 gap| over plain decoding at ROW_COUNTS rows."""
+        """Return that quantile of |bf16 gap - float32 gap|, decoding plainly at ROW_COUNTS."""
         exact = {p: self.top_two(p, output) for p, output in outputs.items()}
         errors = [
             self._errors([(p, outputs[p], exact[p]) for p in group])

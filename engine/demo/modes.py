@@ -50,7 +50,7 @@ def demo_modes(policy: str) -> tuple[Mode, ...]:
 
 @dataclass(slots=True)
 class Lane:
-    """A mode and its engine; all lanes share one backend and take turns, each from empty to empty."""
+    """A mode and its engine; lanes share one backend and take turns, each from empty to empty."""
 
     mode: Mode
     engine: Engine
@@ -63,7 +63,7 @@ def open_lanes(
     config: EngineConfig,
     eos_ids: tuple[int, ...],
 ) -> list[Lane]:
-    """Make each mode's engine; sidecars and threads end with `stack`. Raises ValueError in one line."""
+    """Make each mode's engine; sidecars and threads end with `stack`. Raises ValueError."""
     lanes = []
     for mode in modes:
         planner = _planner(stack, mode, backend.limits())

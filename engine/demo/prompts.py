@@ -18,7 +18,7 @@ class DemoPrompt:
 
 
 def parse_prompts(source: str) -> tuple[DemoPrompt, ...]:
-    """Read prompts from text where each starts with a line `=== task name`; ValueError if malformed."""
+    """Read prompts that each start with a line `=== task name`; ValueError if malformed."""
     prompts = []
     for part in source.split("\n=== ") if source.startswith("=== ") else ():
         head, _, text = part.removeprefix("=== ").partition("\n")

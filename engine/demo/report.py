@@ -176,13 +176,14 @@ def _cells_table(report: Json) -> Table:
 def findings(report: Json) -> list[str]:
     """Return what the tables say, a line each."""
     best, cell, run = report["best_static_measured"], report["per_cell_best"], report["run"]
+    ours = report["modes"][ADAPTIVE]["ratio_to_none"]
     lines = [
-        f"adaptive ({report['policy']} in a sidecar): {report['modes'][ADAPTIVE]['ratio_to_none']:.2f}x no speculation",
-        f"best single static, chosen on one half of the rounds: {report['best_static']}; on the other half it makes "
-        f"{best['ratio_to_none']:.2f}x, adaptive {best['adaptive_ratio_to_none']:.2f}x",
-        f"a static chosen for each task and concurrency makes {cell['ratio_to_none']:.2f}x there, the best single one "
-        f"({cell['best_static']}) {cell['best_static_ratio_to_none']:.2f}x, adaptive "
-        f"{cell['adaptive_ratio_to_none']:.2f}x: {_closed(cell)}",
+        f"adaptive ({report['policy']} in a sidecar): {ours:.2f}x no speculation",
+        f"best single static, chosen on one half of the rounds: {report['best_static']}; on the "
+        f"other half {best['ratio_to_none']:.2f}x, adaptive {best['adaptive_ratio_to_none']:.2f}x",
+        f"a static chosen for each task and concurrency: {cell['ratio_to_none']:.2f}x over those, "
+        f"the best single one ({cell['best_static']}) {cell['best_static_ratio_to_none']:.2f}x, "
+        f"adaptive {cell['adaptive_ratio_to_none']:.2f}x; {_closed(cell)}",
         f"adaptive's worst cell: {report['min_cell']}, {report['min_cell_ratio']:.2f}x",
         _agreement(report),
     ]
@@ -196,9 +197,10 @@ def findings(report: Json) -> list[str]:
 
 
 def _closed(cell: Json) -> str:
+    headroom = f"a headroom of {100 * cell['headroom']:.1f}%"
     if cell["headroom_closed"] is None:
-        return f"headroom {100 * cell['headroom']:.1f}%, too little to speak of closing it"
-    return f"{100 * cell['headroom_closed']:.0f}% of a headroom of {100 * cell['headroom']:.1f}% closed"
+        return f"{headroom}, too little to speak of closing it"
+    return f"{100 * cell['headroom_closed']:.0f}% of {headroom} closed"
 
 
 def _agreement(report: Json) -> str:
@@ -206,10 +208,11 @@ def _agreement(report: Json) -> str:
     if not divergent:
         return f"outputs: all {compared} agree with no speculation's, token for token"
     rate, unsound = report["rate"], len(report["unsound"])
-    verdict = "every one a near-tie" if not unsound else f"{unsound} NOT sound"
+    verdict = "every one at a near-tie" if not unsound else f"{unsound} NOT sound"
     text = (
-        f"outputs: {divergent} of {compared} leave no speculation's text somewhere, {verdict} (float32 gap within the "
-        f"bf16 noise of {report['logit_noise']:.3f}); by prompt {100 * rate['speculating']:.0f}% speculating, "
+        f"outputs: {divergent} of {compared} leave no speculation's text somewhere, {verdict} "
+        f"(float32 gap within the bf16 noise of {report['logit_noise']:.3f}); by prompt "
+        f"{100 * rate['speculating']:.0f}% speculating, "
         f"{100 * rate['plain_at_other_row_counts']:.0f}% plain at other row counts"
     )
     return text + ("; MORE often than plain decoding does" if rate["higher"] else "")

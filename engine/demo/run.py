@@ -25,7 +25,7 @@ from parlay.engine.demo.workload import Cell, CellRun, Shape, cells_of, run_cell
 
 @dataclass(slots=True)
 class DemoRun:
-    """What was run: by round and mode, a CellRun for each of `cells`; only complete rounds count."""
+    """What was run: by round and mode a CellRun for each of `cells`, complete rounds only."""
 
     plan: Plan
     shape: Shape
@@ -87,7 +87,7 @@ def _round(
     decode: Callable[[Lane, int], CellRun],
     stop_s: float,
 ) -> dict[str, list[CellRun]] | None:
-    """Run every cell under every mode, back to back, each mode first in its turn; None: out of time."""
+    """Run every cell under every mode, each mode first in its turn; None: out of time."""
     runs: dict[str, list[CellRun]] = {lane.mode.name: [] for lane in lanes}
     for index in range(cells):
         first = (number + index) % len(lanes)
@@ -103,9 +103,9 @@ def describe(run: DemoRun, modes: int) -> str:
     shape, costs = run.shape, run.costs
     steps = ", ".join(f"{costs.step_ms[c]:.0f} ms at {c}" for c in sorted(costs.step_ms))
     return (
-        f"a plain step takes {steps}; a prompt token {costs.prompt_token_ms:.2f} ms. So: {shape.rounds} rounds x "
-        f"{modes} modes x {len(run.cells)} cells, at most {shape.output_tokens} tokens a request; "
-        "at concurrency 16 a task's prompts are used several times"
+        f"a plain step takes {steps}; a prompt token {costs.prompt_token_ms:.2f} ms. So: "
+        f"{shape.rounds} rounds x {modes} modes x {len(run.cells)} cells, at most "
+        f"{shape.output_tokens} tokens a request; at 16 a task's prompts are used several times"
     )
 
 

@@ -1,9 +1,9 @@
-"""Do outputs agree across modes, and where bf16 makes them differ, is it only a near-tie?
+"""Whether outputs agree across modes, and whether what bf16 makes of them is only a near-tie.
 
-Greedy bf16 is not bit-identical from one row count to another, speculation or not. A divergence from
-the reference is sound where, recomputed in float32, both tokens are the top two and their gap is within
-the 99.9% logit noise of plain decoding; and speculation must not diverge more often than plain decoding
-at other row counts does.
+Greedy bf16 is not bit-identical from one row count to another, speculation or not. A divergence
+from the reference is sound where, recomputed in float32, both tokens are the top two and their gap
+is within the 99.9% logit noise of plain decoding; and speculation must not diverge more often than
+plain decoding at other row counts does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Oracle(Protocol):
     """Recomputes logits apart from the run that is judged."""
 
     def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
-        """Return the float32 top two ids i64 [n, 2] and their gap [n] at each place of an output."""
+        """Return the float32 top two ids i64 [n, 2] and their gap [n] at an output's places."""
         ...
 
     def noise(self, outputs: Mapping[int, Sequence[int]], quantile: float) -> float:
-        """Return that quantile of |bf16 gap - float32 gap| over plain decoding at other row counts."""
+        """Return that quantile of |bf16 gap - float32 gap|, plain decoding at other row counts."""
         ...
 
 
@@ -48,7 +48,7 @@ class Divergence:
 
 @dataclass(slots=True)
 class Agreement:
-    """Outputs compared and divergences by prompt, of speculating modes and of plain decoding elsewhere."""
+    """Outputs compared, by prompt, and divergences: speculating, and plain at other row counts."""
 
     reference: dict[int, list[int]]
     compared: dict[int, int] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def compare(run: DemoRun) -> Agreement:
 
 
 def first_difference(reference: Sequence[int], output: Sequence[int]) -> int | None:
-    """Return the first place where two outputs differ; both end by the same rules, so lengths follow."""
+    """Return the first place where two outputs differ; equal ones end at the same place."""
     for place, (a, b) in enumerate(zip(reference, output, strict=False)):
         if a != b:
             return place
@@ -152,8 +152,8 @@ def _gaps(found: Agreement, oracle: Oracle) -> dict[tuple[int, int, int, int], f
 def rates(found: Agreement) -> dict[str, Any]:
     """Return shares of outputs that diverge, and whether speculation's is higher beyond chance.
 
-    Outputs of one prompt are not independent, so the difference is taken by prompt, and is higher where
-    its mean over prompts is above two standard errors.
+    Outputs of one prompt are not independent, so the difference is taken by prompt; it is higher
+    where its mean over prompts is above two standard errors.
     """
     prompts = [p for p in found.compared if found.compared_plain.get(p)]
     counts = {p: _share(found, p) for p in prompts}

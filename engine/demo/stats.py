@@ -1,4 +1,4 @@
-"""From timed cells to ratios: paired within a round, choices made on one half and judged on the other."""
+"""From timed cells to ratios, paired within a round; chosen on one half, judged on the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 NONE = "none"
 ADAPTIVE = "adaptive"
 HEADROOM_FLOOR = 0.03
-"""Less headroom than this over the best static is noise, and its share that was closed means nothing."""
+"""Less headroom than this over the best static is noise: no share of it is reported."""
 
 
 class Timed(Protocol):
@@ -53,7 +53,7 @@ def median_ratio(rounds: Sequence[Round], mode: str, cells: Sequence[int]) -> fl
 
 
 def halves(rounds: Sequence[Round]) -> tuple[Sequence[Round], Sequence[Round]]:
-    """Return the rounds to choose on and those to measure on; one round alone must serve as both."""
+    """Return the rounds to choose on and those to measure on; a single round serves as both."""
     return (rounds[::2], rounds[1::2]) if len(rounds) > 1 else (rounds, rounds)
 
 
@@ -84,9 +84,9 @@ def best_static(
 
 @dataclass(slots=True, frozen=True)
 class Headroom:
-    """What choosing a static for each cell would win over one for all, and how much of it was closed.
+    """What choosing a static for each cell would win over one for all, and what was closed.
 
-    picks: mode of each cell, in the order of `cells`. closed is None where there is too little to win.
+    picks: mode of each cell, in the order of `cells`. closed: None where there is little to win.
     """
 
     picks: list[str]
@@ -100,7 +100,7 @@ class Headroom:
 
     @property
     def closed(self) -> float | None:
-        """Return the share of the headroom that the adaptive mode closed; above 1: more than all."""
+        """Return the share of the headroom that adaptive closed; above 1: more than all."""
         if self.headroom <= HEADROOM_FLOOR:
             return None
         best = self.best_static
@@ -121,7 +121,7 @@ def per_cell_best(
 
 
 def worst_cell(rounds: Sequence[Round], cells: Sequence[int]) -> tuple[int, float]:
-    """Return the cell where adaptive does worst against no speculation, and its median ratio there."""
+    """Return the cell where adaptive does worst against none, and its median ratio there."""
     ratios = {c: median_ratio(rounds, ADAPTIVE, [c]) for c in cells}
     worst = min(ratios, key=lambda c: ratios[c])
     return worst, ratios[worst]

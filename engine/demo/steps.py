@@ -21,8 +21,8 @@ def _zeros() -> Array:
 class StepLog:
     """Sums over rows that decoded (the step that ends a prompt cannot draft, so it is left out).
 
-    rows, k (tokens verified) and emitted (accepted + 1) i64 [tasks, proposers]; sources: rows by where
-    their plan came from i64. timeline: for each step its ms, and rows and k by proposer.
+    rows, k (tokens verified) and emitted (accepted + 1) i64 [tasks, proposers]; sources i64: rows
+    by where their plan came from. timeline: for each step its ms, and rows and k by proposer.
     """
 
     rows: Array = field(default_factory=_zeros)

@@ -1,4 +1,4 @@
-"""What the demo decodes: cells of task and concurrency, in a closed loop, and how much of it fits."""
+"""What the demo decodes: cells of task and concurrency, in a closed loop."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def cells_of(prompts: Sequence[DemoPrompt], shape: Shape) -> list[Cell]:
     mixed = [index for turn in zip(*of_task.values(), strict=True) for index in turn]
     cells = []
     for c in CONCURRENCIES:
-        for task in TASKS:
-            cells.append(Cell(task, c, _cycle(of_task[task], shape.task_requests[c])))
+        cells += [Cell(t, c, _cycle(of_task[t], shape.task_requests[c])) for t in TASKS]
         cells.append(Cell(MIXED, c, _cycle(mixed, shape.mixed_requests[c])))
     return cells
 
