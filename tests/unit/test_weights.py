@@ -316,3 +316,19 @@ def test_loads_what_transformers_writes(tmp_path: Path, tied: bool) -> None:
     assert (config.tied, config.rope_theta) == (tied, 1000.0)
     state = model.state_dict()
     assert all(torch.equal(loaded[name], state[name]) for name in loaded)
+
+
+@pytest.mark.slow
+def test_default_model_keeps_count() -> None:
+    """Repetition rests on the rotary order of heads: in llama.cpp's order this loss is 2.4, not .85."""
+    from transformers import LlamaForCausalLM
+
+    from parlay.engine import tokenizer
+
+    folder = weights.default_model_dir()
+    days = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. "
+    numbers = "One, two, three, four, five, six, seven, eight, nine, ten. "
+    ids = torch.tensor([tokenizer.load(folder).encode(numbers + days + days + numbers)])
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        assert float(model(input_ids=ids, labels=ids).loss) < 1.2
