@@ -13,14 +13,13 @@ from rich.table import Table
 from parlay.engine import bench
 from parlay.engine.demo.prompts import TASKS, demo_prompts
 from parlay.engine.llm import load_backend
-from parlay.engine.tokenizer import load as load_tokenizer
 from parlay.engine.weights import default_model_dir, load_checkpoint
 
 
 def bench_main(quick: bool, json_file: Path | None, console: Console) -> None:
     """Measure, print tables and write the JSON; quick: one prompt a task and fewer tokens."""
     checkpoint = default_model_dir()
-    tokenizer, backend = load_tokenizer(checkpoint), load_backend(checkpoint, None)
+    backend, tokenizer = load_backend()
     count, output_tokens, rounds = (1, 48, 1) if quick else (2, 128, 3)
     prompts = [
         (p.task, tokenizer.chat([{"role": "user", "content": p.text}]))

@@ -18,7 +18,6 @@ from parlay.engine.demo.report import print_report, report_of
 from parlay.engine.demo.run import run_demo
 from parlay.engine.demo.soundness import compare, judge
 from parlay.engine.llm import load_backend
-from parlay.engine.tokenizer import load as load_tokenizer
 from parlay.engine.weights import default_model_dir
 
 
@@ -29,8 +28,7 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     """
     started_s = time.monotonic()
     checkpoint = default_model_dir()
-    tokenizer = load_tokenizer(checkpoint)
-    backend = load_backend(checkpoint, None)
+    backend, tokenizer = load_backend()
     prompts = demo_prompts()
     prompt_ids = [tokenizer.chat([{"role": "user", "content": p.text}]) for p in prompts]
     plan = QUICK if quick else FULL
