@@ -320,7 +320,7 @@ def test_loads_what_transformers_writes(tmp_path: Path, tied: bool) -> None:
 
 @pytest.mark.slow
 def test_default_model_keeps_count() -> None:
-    """Repetition rests on the rotary order of heads: in llama.cpp's order this loss is 2.4, not .85."""
+    """Counting on rests on the rotary order: in llama.cpp's the loss is 2.4, not .85."""
     from transformers import LlamaForCausalLM
 
     from parlay.engine import tokenizer
