@@ -116,6 +116,7 @@ class Engine:
         self.planner.observe(outcome)
         self.step_id += 1
         self._deliver(batch, committed)
+        self._idle = not self.has_work
         return outcome
 
     def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:
