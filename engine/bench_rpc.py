@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from parlay.engine.planner import LocalPlanner
-from parlay.engine.remote import EngineInfo, RemotePlanner
+from parlay.engine.remote import EngineInfo, RemotePlanner, RemoteStats
 from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy
 
@@ -94,7 +94,7 @@ def _loop(
         _connect(planner)
         for step in range(WARM_UP_STEPS + steps):
             if step == WARM_UP_STEPS:
-                planner.stats.reset()
+                planner.stats = RemoteStats()
             end_s = time.perf_counter() + pace_s
             outcome = history.step(*planner.plan(history.view()))
             planner.observe(outcome)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import random
@@ -55,7 +56,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class RemoteStats:
-    """What came of asking the sidecar, in steps unless said.
+    """What came of asking the sidecar, in steps unless said; last_error is empty while all is well.
 
     late_steps followed a plan older than the step before. dropped_reports were thrown away because
     the sidecar was behind or gone. reconnects: streams welcomed after the first. engine_thread_us:
@@ -76,12 +77,6 @@ class RemoteStats:
         steps = self.plans_remote + self.plans_local
         return (self.plans_remote - self.late_steps) / steps if steps else 0.0
 
-    def reset(self) -> None:
-        """Count from here on."""
-        self.plans_remote = self.plans_local = self.late_steps = 0
-        self.dropped_reports = self.reconnects = 0
-        self.engine_thread_us.clear()
-
 
 @dataclass(slots=True)
 class _Report:
@@ -100,18 +95,16 @@ class _Call:
     stream: Any = None
     open: bool = True
     welcomed: bool = False
+    steered: bool = False
     draining: bool = False
     asked_s: float | None = None
     written: threading.Event = field(default_factory=threading.Event)
 
     def ask(self) -> None:
-        if self.asked_s is None:
-            self.asked_s = time.monotonic()
+        self.asked_s = self.asked_s or time.monotonic()
 
-    @property
     def silent(self) -> bool:
-        asked_s = self.asked_s
-        return asked_s is not None and time.monotonic() - asked_s > SILENCE_S
+        return time.monotonic() - (self.asked_s or math.inf) > SILENCE_S
 
 
 class RemotePlanner:
@@ -171,8 +164,7 @@ class RemotePlanner:
     @property
     def connected(self) -> bool:
         """Say whether the sidecar has welcomed us on the stream that is open."""
-        call = self._call
-        return call is not None and call.open and call.welcomed
+        return (call := self._call) is not None and call.open and call.welcomed
 
     def close(self) -> None:
         """Send the last outcome, leave in good order, and let go; takes a few seconds at most."""
@@ -201,12 +193,10 @@ class RemotePlanner:
         self._reports.put(report)
 
     def _wait(self, step_id: int, plans: queue.SimpleQueue[Plan]) -> Plan | None:
-        deadline_s = time.monotonic() + SYNCHRONOUS_S
         with contextlib.suppress(queue.Empty):
-            while (left_s := deadline_s - time.monotonic()) > 0:
-                plan = plans.get(timeout=left_s)
-                if plan.step_id == step_id:
-                    return plan
+            while (plan := plans.get(timeout=SYNCHRONOUS_S)).step_id < step_id:
+                pass
+            return plan
         return None
 
     def _stay_connected(self) -> None:
@@ -216,10 +206,10 @@ class RemotePlanner:
             call = self._call = _Call(grpc.insecure_channel(self._target, options=OPTIONS))
             error = self._talk(call)
             self._hang_up(call)
-            if error != self.stats.last_error and not self._closing.is_set():
+            if not self.stats.last_error and not self._closing.is_set():
                 log.warning("no sidecar target=%s error=%r", self._target, error)
             self.stats.last_error = error
-            backoff_s = BACKOFF_S[0] if call.welcomed else min(2 * backoff_s, BACKOFF_S[1])
+            backoff_s = BACKOFF_S[0] if call.steered else min(2 * backoff_s, BACKOFF_S[1])
             self._closing.wait(backoff_s * random.uniform(0.5, 1.0))
 
     def _talk(self, call: _Call) -> str:
@@ -230,22 +220,20 @@ class RemotePlanner:
             for data in call.stream:
                 call.asked_s = None
                 self._read(call, codec.decode_response(data))
-        except grpc.RpcError as error:
-            return (
-                f"{call.stream.code().name}: {call.stream.details()}" if call.stream else str(error)
-            )
+        except grpc.RpcError:
+            silence = f"no answer within {SILENCE_S:g} s" if call.silent() else ""
+            return silence or f"{call.stream.code().name}: {call.stream.details()}"
         except ValueError as error:
             return f"malformed answer: {error}"
         return "the sidecar is draining" if call.draining else "the stream has ended"
 
     def _read(self, call: _Call, response: codec.Response | None) -> None:
         if isinstance(response, Plan):
-            self._plan = response
+            self._plan, self.stats.last_error, call.steered = response, "", True
             if self._plans is not None:
                 self._plans.put(response)
         elif isinstance(response, codec.Welcome) and not call.welcomed:
             self.stats.reconnects += self._known
-            self.stats.last_error = ""
             self._known = call.welcomed = True
         elif isinstance(response, codec.Config) and response.draining:
             call.draining = True
@@ -308,5 +296,5 @@ class RemotePlanner:
         """End calls that have gone silent; runs in a thread of its own."""
         while not self._closing.wait(SILENCE_S / 4):
             call = self._call
-            if call is not None and call.stream is not None and call.silent:
+            if call is not None and call.stream is not None and call.silent():
                 call.stream.cancel()
