@@ -149,20 +149,15 @@ def open_engine(
 
     Raises ValueError in one line where the model, the policy or a setting cannot be used.
     """
-    from parlay.engine import (  # torch takes a second: only when it is needed
-        llm,
-        tokenizer,
-        weights,
-    )
-
     make_policy(policy, settings)  # a wrong name should not wait for the model
-    checkpoint = model or weights.default_model_dir()
-    words = tokenizer.load(checkpoint)
-    backend = llm.load_backend(checkpoint, None)
+    from parlay.engine.llm import load_backend  # torch takes a second: only when it is needed
+
+    backend, tokenizer = load_backend(model)
     planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
 
         planner = RemotePlanner(sidecar, EngineInfo("generate", backend.limits()), planner)
     with closing(planner):
-        yield Engine(backend, planner, backend.config, words.decode, words.eos_ids), words
+        engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
+        yield engine, tokenizer

@@ -31,6 +31,7 @@ def plot(run: DemoRun, path: Path) -> None:
         [share[:, p] for p in used],
         labels=[p.name.lower().replace("_", " ") for p in used],
         colors=[_COLOURS[p] for p in used],
+        step="post",
     )
     top.set(ylabel="share of requests", ylim=(0, 1), title="adaptive: who drafts")
     for p in used:
@@ -38,7 +39,14 @@ def plot(run: DemoRun, path: Path) -> None:
             seen = np.where(rows[:, p] > 0, k[:, p] / np.maximum(rows[:, p], 1), np.nan)
             bottom.plot(seconds, seen, ".", markersize=3, color=_COLOURS[p])
     mean = k.sum(1) / np.maximum(rows.sum(1), 1)
-    bottom.plot(seconds, mean, color="black", linewidth=1, label="mean over all requests")
+    bottom.plot(
+        seconds,
+        mean,
+        color="black",
+        linewidth=1,
+        drawstyle="steps-post",
+        label="mean over all requests",
+    )
     bottom.set(ylabel="k, verified tokens", xlabel="seconds of the adaptive mode", ylim=(0, None))
     _mark(top, bottom, marks)
     for axes in (top, bottom):

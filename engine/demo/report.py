@@ -120,56 +120,61 @@ def _conditions(run: DemoRun) -> Json:
 
 def print_report(report: Json, console: Console) -> None:
     """Print the tables and the findings in words."""
-    console.print(_modes_table(report))
-    console.print(_cells_table(report))
+    for table in (_modes_table(report), _k_table(report), _cells_table(report)):
+        console.print(table)
     for line in findings(report):
         console.print(line, highlight=False)
 
 
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    return table
+
+
 def _modes_table(report: Json) -> Table:
-    table = Table(title="mixed phases: all tasks at once, concurrency 1, 4 and 16")
-    for name in (
-        "mode",
-        "tokens/s",
-        "min..max",
-        "x none",
-        "accepted",
-        "steps by proposer",
-        "mean k by task",
-    ):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    proposers = [Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL]
+    shares = [f"{p.name.lower().partition('_')[0]} %" for p in proposers]
+    table = _table(
+        "all tasks at once, concurrency 1, 4 and 16; shares of steps and accepted over everything",
+        *("mode", "tokens/s", "min-max", "x none", "accepted", *shares),
+    )
     for name, m in report["modes"].items():
-        share = " ".join(f"{p} {100 * s:.0f}%" for p, s in m["share_by_proposer"].items())
-        k = " ".join(f"{t[:4]} {v:.1f}" for t, v in m["mean_k_by_task"].items())
+        shared = [100 * m["share_by_proposer"].get(p.name.lower(), 0.0) for p in proposers]
         table.add_row(
             name,
             f"{m['tokens_per_s']:.1f}",
-            f"{m['tokens_per_s_min']:.1f}..{m['tokens_per_s_max']:.1f}",
+            f"{m['tokens_per_s_min']:.0f}-{m['tokens_per_s_max']:.0f}",
             f"{m['ratio_to_none']:.2f}",
             f"{m['mean_acceptance_length']:.2f}",
-            share,
-            k if name != NONE else "",
+            *(f"{s:.0f}" for s in shared),
         )
     return table
 
 
+def _k_table(report: Json) -> Table:
+    table = _table("mean k by task: tokens verified a request and step", "mode", *TASKS)
+    for name, m in report["modes"].items():
+        if name != NONE:
+            k = m["mean_k_by_task"]
+            table.add_row(name, *(f"{k[t]:.1f}" if t in k else "" for t in TASKS))
+    return table
+
+
 def _cells_table(report: Json) -> Table:
-    table = Table(
-        title="x none by task and concurrency: best static (chosen on the other half) / adaptive"
+    best, modes = report["best_static"], report["modes"]
+    table = _table(
+        f"x none by task and concurrency: {best} (best static) / adaptive",
+        *("task", *(f"{c} at once" for c in CONCURRENCIES)),
     )
-    table.add_column("task")
-    for c in CONCURRENCIES:
-        table.add_column(f"{c} at once", justify="right")
-    picks = report["per_cell_best"]["picks"]
     for task in (*TASKS, MIXED):
-        row = []
-        for c in CONCURRENCIES:
-            label = f"{task}@{c}"
-            ours = report["modes"][ADAPTIVE]["per_cell"][label]["ratio_to_none"]
-            pick = picks.get(label, report["best_static"])
-            theirs = report["modes"][pick]["per_cell"][label]["ratio_to_none"]
-            row.append(f"{theirs:.2f} ({pick}) / {ours:.2f}")
-        table.add_row(task, *row)
+        labels = [f"{task}@{c}" for c in CONCURRENCIES]
+        ratios = [
+            [modes[m]["per_cell"][label]["ratio_to_none"] for m in (best, ADAPTIVE)]
+            for label in labels
+        ]
+        table.add_row(task, *(f"{a:.2f} / {b:.2f}" for a, b in ratios))
     return table
 
 

@@ -65,7 +65,7 @@ class StepLog:
     @property
     def share_by_proposer(self) -> Array:
         """Return [proposers]: which share of decoding rows each one drafted for."""
-        return self.rows.sum(0) / max(int(self.rows.sum()), 1)
+        return np.asarray(self.rows.sum(0) / max(int(self.rows.sum()), 1))
 
     @property
     def mean_k_by_task(self) -> Array:
