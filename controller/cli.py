@@ -23,7 +23,9 @@ MAX_PORT = 65535
 
 
 def serve(
-    listen: Annotated[str, typer.Option(help="unix:/path or host:port (port 0: any)")],
+    listen: Annotated[
+        str, typer.Option(help="unix:/path or host:port (port 0: any)")
+    ] = "127.0.0.1:50051",
     policy: Annotated[str, typer.Option(help="the policy that decides")] = "goodput",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="a setting of the policy, key=value")
