@@ -266,13 +266,13 @@ class Acceptance:
         self.version = int(state["version"])
         self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
         self._task_row = {int(t): row for row, t in enumerate(state["task_id"])}
-        self._task_seen[: len(self._task_row)] = state["task_seen"]
         self._task[:, : len(self._task_row)] = state["task_counts"]
         for place, request_id in enumerate(state["request_id"].tolist()):
             row = self._add(int(request_id), 0, int(state["request_output"][place]))
             self._request[:, row] = state["request_counts"][:, place]
             self._request_task[row] = state["request_task"][place]
             self._seen[row] = state["request_seen"][place]
+        self._task_seen[: len(self._task_row)] = state["task_seen"]
         self._refit()
 
     def delta(self, since: int) -> dict[str, Array]:

@@ -22,6 +22,9 @@ _REFIT_EVERY = 4
 _NOISE = 0.08
 _SPREAD_START = 0.3
 _SPREAD_LEAST = 0.02
+_LEAST_SHARE = 0.05
+_LEAST_MS, _MOST_MS = 1e-4, 1e7
+"""What lies outside is no time of a step, but a clock gone wrong."""
 _PREFILL_MOST = 64
 
 _EDGES = np.array(
@@ -29,7 +32,7 @@ _EDGES = np.array(
 )
 _LOG_EDGES = np.log(_EDGES)
 _RATIO_PRIOR = 4.0
-_RATIO_DISCOUNT = 0.98
+_RATIO_DISCOUNT = 0.95
 
 
 class Line:
@@ -54,7 +57,7 @@ class Line:
 
     def add(self, x: Array, y_ms: float) -> float:
         """Learn from one step; return y as far as it is believed, within 3 spreads of the line."""
-        if not (np.isfinite(y_ms) and y_ms > 0.0 and float(x @ self.shape) > 0.0):
+        if not (_LEAST_MS <= y_ms <= _MOST_MS and float(x @ self.shape) > 0.0):
             return float("nan")
         self._x[self.count % _WINDOW], self._y[self.count % _WINDOW] = x, y_ms
         self.count += 1
@@ -66,22 +69,20 @@ class Line:
 
     def _fit(self) -> None:
         n = min(self.count, _WINDOW)
-        x, y = self._x[:n], self._y[:n]
-        scale = float(np.median(y / (x @ self.shape)))
-        weights = self._weights if self.scale else self.shape * scale
-        self.scale = scale
-        ridge = np.diag(1.0 / (self.sd * scale) ** 2)
-        for _ in range(2):
-            expected = np.maximum(x @ weights, 1e-6 * y)
+        x, usual = self._x[:n], self._x[:n] @ self.shape
+        scale = float(np.median(self._y[:n] / usual))
+        y, ridge = self._y[:n] / scale, np.diag(1.0 / self.sd**2)
+        # From the shape each time: started from the last fit, a bad one would excuse itself.
+        weights, self.scale = self.shape, scale
+        for _ in range(3):
+            expected = np.maximum(x @ weights, _LEAST_SHARE * usual)
             miss = np.abs(y / expected - 1.0)
             self.spread = max(1.5 * float(np.median(miss)), _SPREAD_LEAST)
             trust = np.minimum(1.0, 2.0 * self.spread / np.maximum(miss, 1e-9))
             weighted = x * (trust / (_NOISE * expected) ** 2)[:, None]
-            solved = np.linalg.solve(
-                weighted.T @ x + ridge, weighted.T @ y + ridge @ (self.shape * scale)
-            )
+            solved = np.linalg.solve(weighted.T @ x + ridge, weighted.T @ y + ridge @ self.shape)
             weights = np.maximum(solved, 0.0)
-        self._weights = weights
+        self._weights = weights * scale
 
     def state(self) -> Array:
         """Return everything as one vector."""

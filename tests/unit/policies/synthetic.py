@@ -14,18 +14,18 @@ import numpy as np
 from parlay.policies.allocate import fit_plan
 from parlay.policies.policy import EngineLimits, Policy
 from parlay.policies.types import (
+    DRAFT_MODEL,
+    NGRAM,
     PROPOSERS,
     Array,
     BatchView,
     Plan,
-    Proposer,
     ShadowRows,
     StepOutcome,
     task_id,
 )
 
 K = 16
-DRAFT = Proposer.DRAFT_MODEL
 LIMITS = EngineLimits(proposer_mask=0b0111, k_max=K)
 
 
@@ -106,15 +106,15 @@ def make_request(seed: int, number: int, tag: str) -> Request:
     match = np.minimum(match, 20)
     shift = rng.normal(0.0, task.spread, PROPOSERS)
     holds = {}
-    for proposer, accept in ((Proposer.NGRAM, task.ngram), (DRAFT, task.draft)):
+    for proposer, accept in ((NGRAM, task.ngram), (DRAFT_MODEL, task.draft)):
         p = np.array([accept[min(j, len(accept) - 1)] for j in range(K)])
         odds = np.log(p / (1 - p)) + shift[proposer] + np.zeros((size, 1))
-        if proposer is Proposer.NGRAM and tag != "hostile":
+        if proposer == NGRAM and tag != "hostile":
             odds = odds + 0.5 * np.log(np.maximum(match, 1) / 2.0)[:, None]
         odds[:2] -= 0.7
-        flips = np.random.default_rng([seed, number, int(proposer)]).random((size, K))
+        flips = np.random.default_rng([seed, number, proposer]).random((size, K))
         failed = flips > 1 / (1 + np.exp(-odds))
-        holds[int(proposer)] = np.where(failed.any(axis=1), failed.argmax(axis=1), K)
+        holds[proposer] = np.where(failed.any(axis=1), failed.argmax(axis=1), K)
     return Request(number + 1, tag, length, match, holds)
 
 
@@ -189,7 +189,7 @@ def step(
     accepted = np.minimum(could, fit.k)
     emitted = accepted + 1
     shadow = _shadow(requests, fit.proposer, emitted)
-    drafts = fit.proposer == DRAFT
+    drafts = fit.proposer == DRAFT_MODEL
     depth = int(fit.k[drafts].max(initial=0))
     behind = sum(max(requests[row].lag - 2, 0) for row in np.flatnonzero(drafts))
     jolt = float(np.exp(noise.normal(0.0, machine.noise))) * (
@@ -197,7 +197,7 @@ def step(
     )
     one = machine.one_token_ms
     draft_ms = np.zeros(PROPOSERS)
-    draft_ms[DRAFT] = (
+    draft_ms[DRAFT_MODEL] = (
         jolt
         * one
         * (
@@ -242,20 +242,14 @@ def step(
 def _shadow(requests: list[Request], proposer: Array, emitted: Array) -> ShadowRows:
     """Score the n-gram on what each row emitted where it matched and did not draft."""
     row = np.array(
-        [
-            i
-            for i, r in enumerate(requests)
-            if proposer[i] != Proposer.NGRAM and r.match[r.position]
-        ],
+        [i for i, r in enumerate(requests) if proposer[i] != NGRAM and r.match[r.position]],
         np.intp,
     )
-    held = np.array(
-        [requests[i].holds[int(Proposer.NGRAM)][requests[i].position] for i in row], np.int64
-    )
+    held = np.array([requests[i].holds[NGRAM][requests[i].position] for i in row], np.int64)
     matched = np.minimum(held, emitted[row])
     return ShadowRows(
         request_id=np.array([requests[i].request_id for i in row], np.uint64),
-        proposer=np.full(len(row), Proposer.NGRAM, np.uint8),
+        proposer=np.full(len(row), NGRAM, np.uint8),
         offered_k=np.full(len(row), 8, np.int16),
         matched=matched.astype(np.float32),
         observed=np.minimum(matched + 1, emitted[row]).astype(np.int16),

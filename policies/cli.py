@@ -1,0 +1,142 @@
+"""The `parlay` command: finds subcommands by entry point and loads only the one asked for.
+
+A command is an entry point in the group `parlay.commands`: `demo`, or `bench.rpc` for `parlay bench
+rpc`. It is a function with typer's annotations, or a typer app.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
+
+import typer
+
+from parlay.policies.policy import Entry, registry
+
+GROUP = "parlay.commands"
+_HELP = {
+    "demo": "Decode real prompts under the sidecar and compare with fixed settings.",
+    "generate": "Generate text for one prompt.",
+    "serve": "Run the policy sidecar.",
+    "bench.decide": "Time the policies' decisions.",
+    "bench.engine": "Time plain decoding, and verifying several tokens at once.",
+    "bench.rpc": "Time what talking to the sidecar costs an engine step.",
+    "distill.draft": "Train a draft model on what the target generates.",
+    "distill.medusa": "Train Medusa heads on what the target generates.",
+    "policies.describe": "Say what a policy does, where it is from and what can be set.",
+    "policies.list": "List the policies.",
+}
+"""One line a command, so that `parlay --help` imports none of them."""
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command and return its exit status: 2 where there is no such command."""
+    commands = {point.name: point for point in entry_points(group=GROUP)}
+    path, rest = _split(argv, commands)
+    if path in commands:
+        return _call(commands[path], rest)
+    inside = [name for name in commands if not path or name.startswith(path + ".")]
+    if inside and (not rest or rest[0] in ("--help", "-h")):
+        _list(path, inside)
+        return 0
+    asked = " ".join([*path.split("."), *rest[:1]]).strip()
+    known = ", ".join(name.replace(".", " ") for name in sorted(inside or commands))
+    typer.echo(f"parlay: unknown command '{asked}'; choose one of {known or 'none'}", err=True)
+    return 2
+
+
+def _split(argv: Sequence[str], commands: Iterable[str]) -> tuple[str, list[str]]:
+    """Return the longest start of `argv` that names a command or a group of them, and the rest."""
+    path, rest = "", list(argv)
+    while rest and path not in commands:
+        longer = f"{path}.{rest[0]}".lstrip(".")
+        if not any(name == longer or name.startswith(longer + ".") for name in commands):
+            break
+        path = longer
+        rest.pop(0)
+    return path, rest
+
+
+def _list(path: str, names: list[str]) -> None:
+    program = " ".join(["parlay", *path.split(".")]).strip()
+    typer.echo(f"usage: {program} COMMAND [OPTIONS]\n")
+    if not path:
+        typer.echo("Adaptive speculation for LLM decoding.\n")
+    width = max(len(name) for name in names)
+    for name in sorted(names):
+        typer.echo(f"  {name.replace('.', ' '):{width}}  {_HELP.get(name, '')}".rstrip())
+    typer.echo("\nparlay COMMAND --help says more about one of them.")
+
+
+def _call(point: EntryPoint, rest: list[str]) -> int:
+    """Load a command and run it; what it cannot do is one line, without a traceback."""
+    program = f"parlay {point.name.replace('.', ' ')}"
+    try:
+        loaded = point.load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "parlay":
+            raise
+        typer.echo(f"{program}: {_missing(error.name)}", err=True)
+        return 1
+    app = loaded
+    if not isinstance(loaded, typer.Typer):
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(loaded)
+    try:
+        typer.main.get_command(app)(args=rest, prog_name=program)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except ValueError as error:
+        typer.echo(f"parlay: {' '.join(str(error).split())}", err=True)
+        return 1
+    return 0
+
+
+def _missing(module: str | None) -> str:
+    return f"this needs the module {module}: install it with pip install 'parlay[engine]'"
+
+
+def policies_list() -> None:
+    """List the policies."""
+    known = registry()
+    width = max(len(name) for name in known)
+    for name, entry in sorted(known.items()):
+        typer.echo(f"{name:{width}}  {_about(entry)[0]}")
+
+
+def policies_describe(name: Annotated[str, typer.Argument(help="A name from the list.")]) -> None:
+    """Say what a policy does, where it is from and what can be set."""
+    known = registry()
+    if name not in known:
+        raise ValueError(f"unknown policy '{name}'; choose one of {', '.join(sorted(known))}")
+    typer.echo("\n".join(_about(known[name])))
+    settings = dataclasses.fields(known[name].settings)
+    if not settings:
+        typer.echo("\nsettings: none")
+        return
+    typer.echo(f"\nsettings: {inspect.getdoc(known[name].settings)}")
+    for field in settings:
+        typer.echo(f"  {field.name} = {_shown(field.default)}")
+
+
+def _about(entry: Entry) -> list[str]:
+    """Return the lines of the docstring of the module that a policy is in."""
+    text = inspect.getdoc(inspect.getmodule(entry.make)) or ""
+    return text.splitlines() or [""]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+if __name__ == "__main__":
+    main()

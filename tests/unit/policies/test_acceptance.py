@@ -1,0 +1,247 @@
+"""Hazards from censored, selected data; frailties; state and exchange."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from parlay.policies.acceptance import CHANNELS, Acceptance
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    NGRAM,
+    NONE,
+    PROPOSERS,
+    Array,
+    ShadowRows,
+    StepOutcome,
+    no_shadows,
+)
+
+DRAFT = CHANNELS - 2
+HAZARD = np.array([0.39, 0.32, 0.27])
+
+
+def outcome_of(
+    ids: Array,
+    proposer: Array,
+    verified: Array,
+    accepted: Array,
+    match: int = 0,
+    shadow: ShadowRows | None = None,
+    task: int = 7,
+) -> StepOutcome:
+    rows = len(ids)
+    return StepOutcome(
+        request_id=np.asarray(ids, np.uint64),
+        task=np.full(rows, task, np.uint32),
+        proposer=np.asarray(proposer, np.uint8),
+        requested_k=np.asarray(verified, np.int16),
+        drafted_k=np.asarray(verified, np.int16),
+        verified_k=np.asarray(verified, np.int16),
+        accepted=np.asarray(accepted, np.int16),
+        emitted=np.asarray(accepted, np.int16) + 1,
+        match_tokens=np.full(rows, match, np.int32),
+        truncated_by=np.zeros(rows, np.uint8),
+        plan_source=np.zeros(rows, np.uint8),
+        plan_step_id=np.zeros(rows, np.uint64),
+        confidences=np.full((rows, 4), np.nan, np.float32),
+        shadow=shadow or no_shadows(),
+    )
+
+
+@functools.cache
+def simulate(choose_deep: str, steps: int = 900, k_max: int = 3) -> tuple[Array, Array, Array]:
+    """Return (estimate, naive pooled hazards, their mean over requests and steps as at k_max).
+
+    Requests differ by a gamma frailty. "history" verifies k = 1 until a request's own last drafts
+    held, so that easy requests are seen deep; "always" verifies k_max.
+    """
+    rng = np.random.default_rng(11)
+    rows = 32
+    learner = Acceptance(k_max)
+    at_risk, failed = np.zeros(k_max), np.zeros(k_max)
+    ids = np.arange(1, rows + 1)
+    level = rng.gamma(2.0, 0.5, rows)
+    recent = np.full(rows, 0.5)
+    total, count = np.zeros(k_max), 0
+    for step in range(steps):
+        if step % 20 == 19:
+            renewed = rng.random(rows) < 0.5
+            ids = np.where(renewed, ids + 1000, ids)
+            level = np.where(renewed, rng.gamma(2.0, 0.5, rows), level)
+            recent = np.where(renewed, 0.5, recent)
+        reject = np.minimum(level[:, None] * HAZARD, 0.98)
+        flips = rng.random((rows, k_max)) < reject
+        could = np.where(flips.any(axis=1), flips.argmax(axis=1), k_max)
+        k = np.full(rows, k_max)
+        if choose_deep == "history":
+            k = np.where(recent > 0.7, k_max, 1)
+        accepted = np.minimum(could, k)
+        recent = 0.8 * recent + 0.2 * (could > 0)
+        place = np.arange(k_max)
+        risk = place < np.minimum(accepted + 1, k)[:, None]
+        at_risk += risk.sum(axis=0)
+        failed += (risk & (place == accepted[:, None])).sum(axis=0)
+        learner.observe(outcome_of(ids, np.full(rows, DRAFT_MODEL), k, accepted))
+        rows_of = learner.rows_of(ids, np.full(rows, 7))
+        if step > steps // 2:
+            frailty = learner.frailty(rows_of)
+            total += learner.survival(frailty, np.zeros(rows))[:, DRAFT_MODEL].mean(axis=0)
+            count += 1
+    return total / count, failed / at_risk, np.asarray(learner.hazard[DRAFT])
+
+
+def true_survival() -> Array:
+    level = np.random.default_rng(0).gamma(2.0, 0.5, 200_000)
+    reject = np.minimum(level[:, None] * HAZARD, 0.98)
+    survival: Array = np.cumprod(1 - reject, axis=1).mean(axis=0)
+    return survival
+
+
+def test_adaptive_depth_teaches_what_full_depth_teaches() -> None:
+    always, _, _ = simulate("always")
+    adaptive, naive, _ = simulate("history")
+    true = true_survival()
+    assert always == pytest.approx(true, abs=0.035)
+    assert adaptive == pytest.approx(true, abs=0.05)
+    wrong = np.cumprod(1 - naive)
+    # Deep places were seen on easy requests only: the pooled ratio believes in far too much.
+    assert wrong[2] - true[2] > 2 * np.abs(adaptive - true)[2]
+
+
+def test_pooled_hazards_are_not_too_low_at_depth() -> None:
+    _, naive, pooled = simulate("history")
+    _, _, full = simulate("always")
+    assert np.abs(pooled - full)[1:].max() < 0.07
+    assert (full - naive)[1:].min() > 0.07
+
+
+def test_only_positions_at_risk_count() -> None:
+    learner = Acceptance(4)
+    ids = np.arange(1, 4)
+    learner.rows_of(ids, np.full(3, 7), np.full(3, 50))
+    proposer = np.array([DRAFT_MODEL, DRAFT_MODEL, NONE])
+    learner.observe(outcome_of(ids, proposer, np.array([4, 2, 0]), np.array([1, 2, 0])))
+    # Row 1 fails at place 2; row 2 is censored after 2; row 3 shows nothing.
+    assert learner.rejected[DRAFT].tolist() == [0, 1, 0, 0]
+    assert (learner.exposed[DRAFT] > 0).tolist() == [True, True, False, False]
+    assert not learner.exposed[:DRAFT].any()
+
+
+def test_shadow_rows_teach_their_match_bucket() -> None:
+    learner = Acceptance(4)
+    learner.rows_of(np.array([1, 2]), np.full(2, 7), np.full(2, 50))
+    shadow = ShadowRows(
+        request_id=np.array([1, 2, 99], np.uint64),
+        proposer=np.full(3, NGRAM, np.uint8),
+        offered_k=np.full(3, 4, np.int16),
+        matched=np.array([2, 1, 0], np.float32),
+        observed=np.array([3, 1, 1], np.int16),
+        match_tokens=np.array([5, 5, 5], np.int32),
+        kind=np.zeros(3, np.uint8),
+    )
+    none = np.zeros(2)
+    shown = learner.observe(outcome_of(np.array([1, 2]), none, none, none, shadow=shadow))
+    assert learner.rejected[4].tolist() == [0, 0, 1, 0]
+    assert (learner.exposed[4] > 0).tolist() == [True, True, True, False]
+    assert shown.tolist() == [False, True, False, False]
+
+
+def test_a_request_that_fails_is_told_from_one_that_holds() -> None:
+    learner = Acceptance(4)
+    ids = np.array([1, 2])
+    learner.rows_of(ids, np.full(2, 7), np.full(2, 50))
+    for _ in range(15):
+        learner.observe(outcome_of(ids, np.full(2, DRAFT_MODEL), np.full(2, 4), np.array([0, 4])))
+    frailty = learner.frailty(learner.rows_of(ids, np.full(2, 7)))[:, DRAFT_MODEL]
+    assert frailty[0] > 2 * frailty[1]
+    survival = learner.survival(learner.frailty(learner.rows_of(ids, ids)), np.zeros(2))
+    assert survival[0, DRAFT_MODEL, 0] < 0.4 < survival[1, DRAFT_MODEL, 0]
+
+
+def test_a_task_that_fails_is_told_to_its_next_request() -> None:
+    learner = Acceptance(4)
+    for step in range(40):
+        for task, accepted in ((7, 0), (8, 4)):
+            ids = np.array([100 * task + step])
+            learner.rows_of(ids, np.array([task]), np.array([50]))
+            k = np.array([4])
+            learner.observe(
+                outcome_of(ids, np.array([DRAFT_MODEL]), k, np.array([accepted]), task=task)
+            )
+    rows = learner.rows_of(np.array([9001, 9002]), np.array([7, 8]))
+    poor, good = learner.survival(learner.frailty(rows), np.zeros(2))[:, DRAFT_MODEL, 0]
+    assert poor < 0.35 < 0.65 < good
+
+
+def test_a_cold_start_stays_optimistic() -> None:
+    learner = Acceptance(4)
+    ids = np.arange(1, 17)
+    for _ in range(2):
+        rows = np.full(16, DRAFT_MODEL)
+        learner.observe(outcome_of(ids, rows, np.full(16, 4), np.zeros(16)))
+    fresh = learner.rows_of(np.array([500]), np.array([0]))
+    survival = learner.survival(learner.frailty(fresh), np.zeros(1))[0, DRAFT_MODEL]
+    # A pass that costs a tenth of a step still pays, so drafting goes on and learns better.
+    assert survival[0] > 0.3
+
+
+def test_expected_length_in_hazards_is_one_plus_survivals() -> None:
+    hazard = np.random.default_rng(1).random(5)
+    survival = np.cumprod(1 - hazard)
+    ends = np.append(hazard, 1.0) * np.append(1.0, survival)
+    assert (np.arange(1, 7) * ends).sum() == pytest.approx(1 + survival.sum())
+
+
+def test_state_goes_round_and_forgotten_requests_leave_no_trace() -> None:
+    learner = Acceptance(4)
+    rng = np.random.default_rng(3)
+    for step in range(700):
+        ids = np.arange(step // 10, step // 10 + 4)
+        learner.observe(
+            outcome_of(ids, np.full(4, DRAFT_MODEL), np.full(4, 4), rng.integers(0, 5, 4))
+        )
+    state = learner.state()
+    assert len(state["request_id"]) < 70
+    other = Acceptance(4)
+    other.load(state)
+    assert set(state) == set(other.state())
+    for key, value in state.items():
+        assert np.array_equal(value, other.state()[key]), key
+    with pytest.raises(ValueError, match="k_max"):
+        Acceptance(5).load(state)
+    with pytest.raises(ValueError, match="lacks"):
+        other.load({})
+
+
+def test_merged_replicas_know_what_one_would() -> None:
+    one, two, both = Acceptance(4), Acceptance(4), Acceptance(4)
+    ids = np.array([1])
+    for learner in (one, two, both):
+        learner.rows_of(ids, np.array([7]), np.array([50]))
+    event = outcome_of(ids, np.array([DRAFT_MODEL]), np.array([4]), np.array([2]))
+    one.observe(event)
+    both.observe(event)
+    delta = one.delta(0)
+    two.merge([delta])
+    assert two.rejected == pytest.approx(both.rejected)
+    assert two.exposed == pytest.approx(both.exposed)
+    assert two.hazard == pytest.approx(both.hazard)
+    since = int(delta["version"])
+    assert not one.delta(since)["counts"].any()
+    assert not two.delta(0)["counts"].any()
+    with pytest.raises(ValueError, match="no delta"):
+        one.delta(12345)
+    with pytest.raises(ValueError, match="shape"):
+        two.merge([{"counts": np.zeros(3)}])
+
+
+def test_survival_falls_and_stays_within_its_bounds() -> None:
+    learner = Acceptance(8)
+    frailty = np.random.default_rng(0).gamma(1.0, 2.0, (20, PROPOSERS))
+    survival = learner.survival(frailty, np.arange(20))
+    assert (survival >= 0).all()
+    assert (survival <= 1).all()
+    assert (np.diff(survival, axis=2) <= 0).all()
+    assert not survival[:, NONE].any()
+    assert not survival[0, NGRAM].any()

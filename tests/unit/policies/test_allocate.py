@@ -1,0 +1,316 @@
+"""`fit_plan`: a plan on the batch that is there, budgets, prices and the bias controls."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parlay.policies.allocate import fit_plan, keep_top, ngram_survival
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    MATCH_EDGES,
+    NGRAM,
+    NONE,
+    PROPOSERS,
+    Array,
+    BatchView,
+    Plan,
+    Reason,
+    TaskDefaults,
+    match_bucket,
+    task_id,
+)
+
+K = 6
+
+
+def view_of(ids: list[int], match: int = 5, **changes: Any) -> BatchView:
+    rows = len(ids)
+    view = BatchView(
+        request_id=np.array(ids, np.uint64),
+        task=np.zeros(rows, np.uint32),
+        context_tokens=np.full(rows, 100, np.int32),
+        output_tokens=np.full(rows, 10, np.int32),
+        prefill_tokens=np.zeros(rows, np.int32),
+        temperature=np.zeros(rows, np.float32),
+        max_k=np.full(rows, 16, np.int32),
+        proposer_mask=np.full(rows, 0b0111, np.uint8),
+        tpot_target_ms=np.full(rows, np.nan, np.float32),
+        recent_accept=np.ones(rows, np.float32),
+        match_tokens=np.full(rows, match, np.int32),
+        draft_kv_lag=np.zeros(rows, np.int32),
+        seeded=np.zeros(rows, bool),
+        running=rows,
+    )
+    return dataclasses.replace(view, **changes)
+
+
+def plan_of(ids: list[int], proposer: list[int], k: list[int], **changes: Any) -> Plan:
+    rows = len(ids)
+    plan = Plan(
+        request_id=np.array(ids, np.uint64),
+        proposer=np.array(proposer, np.uint8),
+        k=np.array(k, np.int16),
+        shadow=np.zeros(rows, bool),
+        propensity=np.linspace(0.5, 1.0, rows, dtype=np.float32),
+        reason=np.full(rows, Reason.FIXED, np.uint8),
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def priced_plan(ids: list[int], match: int, proposer: list[int], k: list[int]) -> Plan:
+    """Return a plan with survivals: n-gram hazards fall with the match, the draft model's .4."""
+    rows = len(ids)
+    level = np.linspace(0.9, 0.1, len(MATCH_EDGES) + 1, dtype=np.float32)
+    hazard = np.repeat(level[:, None], K, axis=1)
+    survival = np.zeros((rows, PROPOSERS, K), np.float32)
+    bucket = match_bucket(np.full(rows, match))
+    survival[:, NGRAM] = ngram_survival(
+        hazard[bucket], np.ones(rows, np.float32), np.full(rows, match)
+    )
+    survival[:, DRAFT_MODEL] = 0.6 ** np.arange(1, K + 1)
+    return plan_of(
+        ids,
+        proposer,
+        k,
+        survival=survival,
+        match_hazard=hazard,
+        match_frailty=np.ones(rows, np.float32),
+        token_value_ms=10.0,
+        marginal_token_price_ms=2.0,
+    )
+
+
+def test_no_plan_speculates_nowhere() -> None:
+    fit = fit_plan(None, view_of([1, 2]))
+    assert fit.k.tolist() == fit.verify_k.tolist() == [0, 0]
+    assert fit.proposer.tolist() == [NONE, NONE]
+    assert not fit.follows.any()
+    assert len(fit_plan(None, view_of([])).k) == 0
+
+
+def test_rows_are_matched_by_request_in_any_order() -> None:
+    plan = plan_of([30, 10, 20], [NGRAM, DRAFT_MODEL, NGRAM], [3, 1, 2])
+    fit = fit_plan(plan, view_of([10, 99, 30, 20, 5]))
+    assert fit.k.tolist() == [1, 0, 3, 2, 0]
+    assert fit.proposer.tolist() == [DRAFT_MODEL, NONE, NGRAM, NGRAM, NONE]
+    assert fit.follows.tolist() == [True, False, True, True, False]
+    assert fit.propensity.tolist() == pytest.approx([0.75, 1.0, 0.5, 1.0, 1.0])
+
+
+def test_new_requests_get_their_tasks_default_else_task_0s() -> None:
+    code = task_id("code")
+    defaults = TaskDefaults(
+        np.array([0, code], np.uint32), np.array([DRAFT_MODEL, NGRAM], np.uint8), np.array([1, 4])
+    )
+    plan = plan_of([1], [NGRAM], [2], defaults=defaults)
+    view = view_of([1, 2, 3], task=np.array([0, code, task_id("chat")], np.uint32))
+    fit = fit_plan(plan, view)
+    assert fit.k.tolist() == [2, 4, 1]
+    assert fit.proposer.tolist() == [NGRAM, NGRAM, DRAFT_MODEL]
+    only_code = dataclasses.replace(
+        defaults, task=defaults.task[1:], proposer=defaults.proposer[1:], k=defaults.k[1:]
+    )
+    fit = fit_plan(dataclasses.replace(plan, defaults=only_code), view)
+    assert fit.k.tolist() == [2, 4, 0]
+    empty = plan_of([], [], [], defaults=defaults)
+    assert fit_plan(empty, view).k.tolist() == [1, 4, 1]
+
+
+def test_what_a_row_may_not_draft_is_taken_back() -> None:
+    plan = plan_of([1, 2, 3, 4, 5], [NGRAM, NGRAM, DRAFT_MODEL, DRAFT_MODEL, NGRAM], [5] * 5)
+    view = view_of(
+        [1, 2, 3, 4, 5],
+        max_k=np.array([2, 16, 16, 16, 0], np.int32),
+        match_tokens=np.array([3, 0, 0, 0, 3], np.int32),
+        prefill_tokens=np.array([0, 0, 0, 20, 0], np.int32),
+        proposer_mask=np.array([7, 7, 0b011, 7, 7], np.uint8),
+    )
+    fit = fit_plan(plan, view)
+    assert fit.k.tolist() == [2, 0, 0, 0, 0]
+    assert fit.proposer.tolist() == [NGRAM, NONE, NONE, NONE, NONE]
+    assert fit.reason[1] == Reason.NO_MATCH
+    assert fit.reason[2] == fit.reason[3] == Reason.NOT_ALLOWED
+
+
+def test_unchanged_rows_follow_the_plan_to_the_letter() -> None:
+    plan = priced_plan([1, 2], 5, [NGRAM, NONE], [6, 0])
+    fit = fit_plan(plan, view_of([1, 2], match=5))
+    assert fit.k.tolist() == [6, 0]
+
+
+def test_a_longer_match_is_followed_by_a_longer_draft() -> None:
+    plan = priced_plan([1, 2], 1, [NONE, NONE], [0, 0])
+    ks = []
+    for match in (1, 2, 3, 4, 6, 9, 16):
+        fit = fit_plan(plan, view_of([1, 2], match=match))
+        ks.append(int(fit.k[0]))
+    assert ks == sorted(ks)
+    assert ks[0] == 0
+    assert ks[-1] == K
+
+
+def test_a_lost_match_falls_back_on_passes_that_others_need() -> None:
+    plan = priced_plan([1, 2], 16, [NGRAM, DRAFT_MODEL], [6, 2])
+    view = view_of([1, 2], match_tokens=np.array([0, 16], np.int32))
+    fit = fit_plan(plan, view)
+    assert fit.proposer.tolist() == [DRAFT_MODEL, DRAFT_MODEL]
+    assert fit.k.tolist() == [2, 2]
+
+
+def test_one_row_does_not_start_a_draft_pass() -> None:
+    plan = priced_plan([1, 2], 16, [NGRAM, NGRAM], [6, 6])
+    view = view_of([1, 2], match_tokens=np.array([0, 16], np.int32))
+    fit = fit_plan(plan, view)
+    assert fit.proposer.tolist() == [NONE, NGRAM]
+    assert fit.k.tolist() == [0, 6]
+
+
+def test_a_try_is_left_as_it_is() -> None:
+    plan = priced_plan([1], 1, [DRAFT_MODEL], [2])
+    plan.reason[:] = Reason.EXPLORE
+    fit = fit_plan(plan, view_of([1], match=16))
+    assert (int(fit.proposer[0]), int(fit.k[0])) == (DRAFT_MODEL, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    st.integers(0, 60),
+    st.booleans(),
+    st.data(),
+)
+def test_budgets_and_limits_hold(
+    ks: list[int], budget: int, estimates: bool, data: st.DataObject
+) -> None:
+    rows = len(ks)
+    ids = list(range(rows))
+    rng = np.random.default_rng(sum(ks) + budget)
+    survival = None
+    if estimates:
+        survival = rng.random((rows, PROPOSERS, 20)).cumprod(axis=2).astype(np.float32)
+    plan = plan_of(ids, [DRAFT_MODEL] * rows, ks, survival=survival, budget_tokens=budget)
+    edges = data.draw(st.sampled_from([[], [8, 16, 32, 64], [4]]))
+    max_k = rng.integers(0, 12, rows).astype(np.int32)
+    view = view_of(ids, max_k=max_k, bucket_edges=np.array(edges, np.int32))
+    fit = fit_plan(plan, view)
+    assert fit.k.sum() <= budget
+    assert (fit.k >= 0).all()
+    assert (fit.k <= max_k).all()
+    assert (fit.verify_k == fit.k).all()
+    assert ((fit.k > 0) == (fit.proposer != NONE)).all()
+    drafted = np.minimum(fit.k, rng.integers(0, 12, rows)).astype(np.int32)
+    confidences = rng.random((rows, 12)).astype(np.float32)
+    confidences[rng.random((rows, 12)) < 0.2] = np.nan
+    after = fit_plan(plan, view, drafted, confidences)
+    assert (after.verify_k <= drafted).all()
+    assert after.verify_k.sum() == min(drafted.sum(), max(budget, 0))
+    assert (after.k == fit.k).all()
+
+
+def test_a_budget_keeps_the_best_as_brute_force_does() -> None:
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        survival = rng.random((3, 3)).cumprod(axis=1)
+        budget = int(rng.integers(0, 10))
+        k = keep_top(survival, np.full(3, 3), budget)
+        best = max(
+            sum(survival[row, :n].sum() for row, n in enumerate(choice))
+            for choice in itertools.product(range(4), repeat=3)
+            if sum(choice) <= budget
+        )
+        assert sum(survival[row, :n].sum() for row, n in enumerate(k)) == pytest.approx(best)
+
+
+def test_without_estimates_a_budget_is_shared_evenly() -> None:
+    assert keep_top(None, np.array([5, 5, 1]), 6).tolist() == [3, 2, 1]
+    assert keep_top(None, np.array([5, 5, 1]), 0).tolist() == [0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 4), st.integers(0, 12))
+def test_more_survival_never_means_less_k(seed: int, row: int, budget: int) -> None:
+    rng = np.random.default_rng(seed)
+    survival = rng.random((5, 4)).cumprod(axis=1)
+    before = keep_top(survival, np.full(5, 4), budget)
+    survival[row] = survival[row] ** rng.uniform(0.2, 1.0)
+    assert keep_top(survival, np.full(5, 4), budget)[row] >= before[row]
+
+
+def test_tokens_inside_a_padded_bucket_are_filled() -> None:
+    plan = priced_plan([1, 2], 16, [NGRAM, NGRAM], [2, 2])
+    view = view_of([1, 2], match=16, bucket_edges=np.array([4, 8, 16], np.int32))
+    assert fit_plan(plan, view).k.tolist() == [3, 3]
+    tight = dataclasses.replace(plan, budget_tokens=5)
+    assert fit_plan(tight, view).k.tolist() == [3, 2]
+    off = dataclasses.replace(plan, k=np.zeros(2, np.int16))
+    assert fit_plan(off, view).k.tolist() == [0, 0]
+
+
+def test_verifying_ranks_by_calibrated_confidence_before_the_draw() -> None:
+    plan = plan_of([1, 2], [DRAFT_MODEL] * 2, [3, 3], budget_tokens=6)
+    view = view_of([1, 2])
+    confidences = np.array([[0.9, 0.9, 0.9], [0.5, 0.99, 0.99]], np.float32)
+    assert fit_plan(plan, view, np.array([3, 3]), confidences).verify_k.tolist() == [3, 3]
+    tight = dataclasses.replace(plan, budget_tokens=4)
+    assert fit_plan(tight, view, np.array([3, 3]), confidences).verify_k.tolist() == [3, 1]
+    assert fit_plan(tight, view, np.array([1, 3]), confidences).verify_k.tolist() == [1, 3]
+    flat = np.zeros((PROPOSERS, 2), np.float32)
+    calibrated = dataclasses.replace(tight, calibration=flat)
+    assert fit_plan(calibrated, view, np.array([3, 3]), confidences).verify_k.tolist() == [2, 2]
+
+
+# Bias control: target p = (.7, .3), draft q = (.5, .5). Row 0's next confidence depends on its own
+# token: after token 1 the drafter is sure. A rule that looked at later places would emit token 0
+# with another probability than p.
+P, Q = np.array([0.7, 0.3]), np.array([0.5, 0.5])
+AFTER = (0.05, 0.99)
+
+
+def law_of_first_token(first_place: tuple[float, float]) -> Array:
+    """Return the law of row 0's first emitted token, by its first confidence for each token."""
+    plan = plan_of([1, 2], [DRAFT_MODEL] * 2, [2, 2], budget_tokens=2)
+    view = view_of([1, 2])
+    law = np.zeros(2)
+    residual = np.maximum(P - Q, 0) / np.maximum(P - Q, 0).sum()
+    for token in (0, 1):
+        confidences = np.array([[first_place[token], AFTER[token]], [0.7, 0.8]], np.float32)
+        admitted = fit_plan(plan, view, np.array([2, 2]), confidences).verify_k[0] >= 1
+        if admitted:
+            accept = min(1.0, P[token] / Q[token])
+            law[token] += Q[token] * accept
+            law += Q[token] * (1 - accept) * residual
+        else:
+            law += Q[token] * P
+    return law
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.56, 0.58, 0.75])
+def test_a_tokens_own_draw_and_what_follows_do_not_admit_it(confidence: float) -> None:
+    assert law_of_first_token((confidence, confidence)) == pytest.approx(P)
+
+
+def test_the_control_would_see_a_biased_confidence() -> None:
+    assert abs(law_of_first_token((0.3, 0.85))[0] - P[0]) > 0.05
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000))
+def test_admission_of_a_place_ignores_that_rows_later_places(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, depth = 4, 4
+    budget = int(rng.integers(1, rows * depth))
+    plan = plan_of(list(range(rows)), [DRAFT_MODEL] * rows, [depth] * rows, budget_tokens=budget)
+    view = view_of(list(range(rows)))
+    drafted = np.full(rows, depth)
+    confidences = rng.random((rows, depth)).astype(np.float32)
+    before = fit_plan(plan, view, drafted, confidences).verify_k
+    row, place = int(rng.integers(rows)), int(rng.integers(depth - 1))
+    confidences[row, place + 1 :] = rng.random(depth - place - 1)
+    drafted[row] = int(rng.integers(place + 1, depth + 1))
+    after = fit_plan(plan, view, drafted, confidences).verify_k
+    assert (before[row] > place) == (after[row] > place)

@@ -1,0 +1,102 @@
+"""The `parlay` command: lazy commands, one clear line for what it cannot do."""
+
+import sys
+import types
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from parlay.policies import cli
+
+
+def trouble(flag: bool = False) -> None:
+    """Fail."""
+    raise ValueError("the port is in use:\n choose another" if flag else "it cannot be done")
+
+
+def greet(name: str = "you") -> None:
+    """Say hello."""
+    print(f"hello {name}")
+
+
+@pytest.fixture(autouse=True)
+def commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("parlay_cli_probe")
+    module.__dict__.update(trouble=trouble, greet=greet)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    points = {
+        "greet": "parlay_cli_probe:greet",
+        "bench.trouble": "parlay_cli_probe:trouble",
+        "bench.absent": "parlay_no_such_module:main",
+        "policies.list": "parlay.policies.cli:policies_list",
+        "policies.describe": "parlay.policies.cli:policies_describe",
+    }
+    found = EntryPoints(EntryPoint(n, v, cli.GROUP) for n, v in points.items())
+    monkeypatch.setattr(cli, "entry_points", lambda group: found)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command_and_imports_none(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(argv) == 0
+    out = capsys.readouterr().out
+    for name in ("greet", "bench trouble", "bench absent", "policies list"):
+        assert name in out
+
+
+def test_a_group_lists_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench"]) == 0
+    out = capsys.readouterr().out
+    assert "bench trouble" in out
+    assert "greet" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [(["zap"], "'zap'"), (["bench", "zap"], "'bench zap'"), (["--zap"], "'--zap'")],
+)
+def test_an_unknown_command_is_one_line(
+    argv: list[str], asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"parlay: unknown command {asked}; choose one of bench absent")
+    assert err.count("\n") == 1
+
+
+def test_a_command_gets_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["greet", "--name", "all"]) == 0
+    assert capsys.readouterr().out == "hello all\n"
+    assert cli.run(["greet", "--zap"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [([], "it cannot be done"), (["--flag"], "the port is in use: choose another")],
+)
+def test_an_error_is_one_line_without_a_traceback(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["bench", "trouble", *argv]) == 1
+    assert capsys.readouterr().err == f"parlay: {says}\n"
+
+
+def test_a_missing_module_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "absent"]) == 1
+    err = capsys.readouterr().err
+    assert "parlay_no_such_module" in err
+    assert "pip install" in err
+    assert err.count("\n") == 1
+
+
+def test_policies_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["policies", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert {line.split()[0] for line in listed.splitlines()} >= {"none", "fixed", "goodput"}
+    assert cli.run(["policies", "describe", "batch_table"]) == 0
+    assert "up_to_running = 4,8,32" in capsys.readouterr().out
+    assert cli.run(["policies", "describe", "none"]) == 0
+    assert "settings: none" in capsys.readouterr().out
+    assert cli.run(["policies", "describe", "zap"]) == 1
+    assert "unknown policy 'zap'" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""The solver against brute force, and against the closed forms of the iid model."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parlay.policies.solver import StepCosts, best_plan
+from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE, PROPOSERS, Array
+
+
+def random_costs(rng: np.random.Generator, rows: int, most: int, staircase: bool) -> StepCosts:
+    steps = rng.exponential(0.4, most)
+    if staircase:
+        steps *= rng.random(most) < 0.3
+    verify = np.concatenate([[rng.uniform(3, 10)], steps]).cumsum()
+    token_ms = np.zeros(PROPOSERS)
+    token_ms[DRAFT_MODEL] = rng.uniform(0, 0.1)
+    switch = rng.uniform(0, 0.5, rows) * (rng.random(rows) < 0.3)
+    return StepCosts(verify, float(rng.uniform(0, 1.5)), token_ms, switch)
+
+
+def random_survival(rng: np.random.Generator, rows: int, k: int, proposers: list[int]) -> Array:
+    survival = np.zeros((rows, PROPOSERS, k))
+    for proposer in proposers:
+        survival[:, proposer] = rng.random((rows, k)).cumprod(axis=1)
+        survival[rng.random(rows) < 0.2, proposer] = 0.0
+    return survival
+
+
+def brute_force(survival: Array, costs: StepCosts, proposers: list[int]) -> float:
+    """Return the least ms per token over every (proposer, k) of every row."""
+    rows, _, k_max = survival.shape
+    choices = [(NONE, 0)] + [(p, k) for p in proposers for k in range(1, k_max + 1)]
+    best = np.inf
+    for plan in itertools.product(choices, repeat=rows):
+        total = sum(k for _, k in plan)
+        if total >= len(costs.verify_ms):
+            continue
+        tokens = rows + sum(survival[row, p, :k].sum() for row, (p, k) in enumerate(plan))
+        drafts = [(row, k) for row, (p, k) in enumerate(plan) if p == DRAFT_MODEL]
+        ms = costs.verify_ms[total] + costs.pass_ms * max((k for _, k in drafts), default=0)
+        ms += sum(costs.token_ms[p] * k for p, k in plan)
+        ms += sum(costs.switch_ms[row] for row, _ in drafts)
+        best = min(best, ms / tokens)
+    return float(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([NGRAM, DRAFT_MODEL]), st.booleans())
+def test_fixed_proposers_equal_brute_force(seed: int, proposer: int, staircase: bool) -> None:
+    rng = np.random.default_rng(seed)
+    survival = random_survival(rng, 3, 3, [proposer])
+    costs = random_costs(rng, 3, 9, staircase)
+    costs.switch_ms[:] = 0.0
+    found = best_plan(survival, costs, 3.0)
+    assert found.ms_per_token == pytest.approx(brute_force(survival, costs, [proposer]), rel=1e-9)
+
+
+def test_choosing_proposers_comes_close_to_brute_force() -> None:
+    gaps = []
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        survival = random_survival(rng, 3, 3, [NGRAM, DRAFT_MODEL])
+        costs = random_costs(rng, 3, 9, staircase=bool(seed % 2))
+        found = best_plan(survival, costs, 3.0).ms_per_token
+        gaps.append(found / brute_force(survival, costs, [NGRAM, DRAFT_MODEL]) - 1.0)
+    assert min(gaps) > -1e-9
+    assert np.mean(gaps) < 0.002
+    assert max(gaps) < 0.05
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 20))
+def test_the_plan_adds_up_and_keeps_the_budget(seed: int, most: int) -> None:
+    rng = np.random.default_rng(seed)
+    survival = random_survival(rng, 5, 4, [NGRAM, DRAFT_MODEL])
+    costs = random_costs(rng, 5, most, staircase=True)
+    found = best_plan(survival, costs, 5.0)
+    assert int(found.k.sum()) <= most
+    row = np.arange(5)
+    taken = np.arange(4) < found.k[:, None]
+    tokens = 5.0 + (survival[row, found.proposer] * taken).sum()
+    assert found.emitted_tokens == pytest.approx(tokens)
+    assert found.ms_per_token <= costs.verify_ms[0] / 5.0 + 1e-12
+    assert found.depth == max(found.k[found.proposer == DRAFT_MODEL], default=0)
+    assert ((found.k == 0) == (found.proposer == NONE)).all()
+    assert np.isfinite(found.price_ms)
+
+
+def test_a_first_guess_changes_nothing() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        survival = random_survival(rng, 4, 4, [DRAFT_MODEL])
+        costs = random_costs(rng, 4, 16, staircase=False)
+        costs.switch_ms[:] = 0.0
+        plain = best_plan(survival, costs, 4.0)
+        for factor in (0.3, 0.9, 3.0):
+            guess = best_plan(survival, costs, 4.0, plain.ms_per_token * factor)
+            assert guess.ms_per_token == pytest.approx(plain.ms_per_token, rel=1e-9)
+
+
+BEST_K = {
+    0.02: [(4, 1.794), (6, 2.170), (8, 2.758), (11, 3.817), (19, 6.365)],
+    0.05: [(3, 1.630), (4, 1.921), (5, 2.353), (8, 3.092), (13, 4.674)],
+    0.1: [(2, 1.458), (3, 1.674), (4, 1.981), (6, 2.470), (10, 3.431)],
+    0.2: [(1, 1.250), (2, 1.400), (3, 1.583), (4, 1.868), (7, 2.373)],
+    0.5: [(0, 1.0), (1, 1.067), (1, 1.133), (2, 1.220), (3, 1.376)],
+}
+
+
+@pytest.mark.parametrize("cost", BEST_K)
+def test_best_k_of_the_iid_model(cost: float) -> None:
+    for alpha, (k, speed) in zip((0.5, 0.6, 0.7, 0.8, 0.9), BEST_K[cost], strict=True):
+        survival = np.zeros((1, PROPOSERS, 24))
+        survival[0, DRAFT_MODEL] = alpha ** np.arange(1, 25)
+        costs = StepCosts(np.ones(25), cost, np.zeros(PROPOSERS), np.zeros(1))
+        found = best_plan(survival, costs, 1.0)
+        every = (1 - alpha ** np.arange(1, 26)) / (1 - alpha) / (cost * np.arange(25) + 1)
+        ties = np.flatnonzero(every > every.max() - 1e-5).tolist()
+        assert {k, int(found.k[0])} <= set(ties)
+        assert 1.0 / found.ms_per_token == pytest.approx(speed, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "k", "tokens"), [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 5, 3.69), (0.9, 10, 6.86)]
+)
+def test_tokens_of_the_iid_model(alpha: float, k: int, tokens: float) -> None:
+    survival = np.zeros((1, PROPOSERS, k))
+    survival[0, DRAFT_MODEL] = alpha ** np.arange(1, k + 1)
+    free = StepCosts(np.ones(k + 1), 0.0, np.zeros(PROPOSERS), np.zeros(1))
+    found = best_plan(survival, free, 1.0)
+    assert int(found.k[0]) == k
+    assert found.emitted_tokens == pytest.approx(tokens, abs=6e-3)
+    assert found.emitted_tokens == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+
+
+def test_a_shared_draft_pass_is_not_started_for_one_row() -> None:
+    survival = np.zeros((8, PROPOSERS, 4))
+    survival[0, DRAFT_MODEL] = 0.5 ** np.arange(1, 5)
+    costs = StepCosts(10.0 + 0.1 * np.arange(33), 1.0, np.zeros(PROPOSERS), np.zeros(8))
+    assert best_plan(survival, costs, 8.0).depth == 0
+    survival[:, DRAFT_MODEL] = survival[0, DRAFT_MODEL]
+    assert best_plan(survival, costs, 8.0).depth > 0
