@@ -111,6 +111,23 @@ def parlay_contender(
     return Contender("parlay", mode, decode)
 
 
+class _FirstToken:
+    """A streamer for generate: notes when the first token behind the prompt came."""
+
+    def __init__(self) -> None:
+        self.puts, self.first_s = 0, 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then each token."""
+        del value
+        self.puts += 1
+        if self.puts == 2:
+            self.first_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
 def hf_contender(checkpoint: str, dtype: torch.dtype) -> Contender:
     """Return Hugging Face's generate on the same checkpoint."""
     import transformers  # slow to import, and only the bench wants it
@@ -119,23 +136,9 @@ def hf_contender(checkpoint: str, dtype: torch.dtype) -> Contender:
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
 
-    class FirstToken(transformers.generation.BaseStreamer):
-        """Notes when the first token after the prompt came."""
-
-        def __init__(self) -> None:
-            self.puts, self.first_s = 0, 0.0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.puts += 1
-            if self.puts == 2:
-                self.first_s = time.perf_counter()
-
-        def end(self) -> None:
-            pass
-
     def decode(ids: list[int], output_tokens: int, task: str) -> Timing:
         del task
-        streamer = FirstToken()
+        streamer = _FirstToken()
         start_s = time.perf_counter()
         prompt = torch.tensor([ids])
         with torch.inference_mode():
@@ -189,7 +192,6 @@ def verify_widths(backend: TorchBackend, repeats: int) -> Mapping[str, Mapping[s
             count=np.asarray([k], np.int32),
             tokens=np.full((1, max(k, 1)), 100, np.int64),
             confidences=np.full((1, max(k, 1)), np.nan, np.float32),
-            match_tokens=np.zeros(1, np.int32),
             read_by_draft=np.zeros(1, bool),
         )
         return backend.verify(batch, drafts, np.asarray([k], np.int32)).verify_ms

@@ -19,17 +19,17 @@ ROW_COUNTS = (4, 16)
 BLOCK_TOKENS = 16
 
 
-class TorchOracle:
-    """Recomputes with the model that was run, and with the same checkpoint in float32."""
+def float32_copy(checkpoint: str | Path, device: torch.device) -> Llama:
+    """Load a checkpoint in float32."""
+    config, weights = load_checkpoint(checkpoint)
+    return Llama(config, weights, weights["model.embed_tokens.weight"], torch.float32, device)
 
-    def __init__(
-        self, model: Llama, checkpoint: str | Path, prompt_ids: Sequence[list[int]]
-    ) -> None:
-        self.model, self.prompt_ids = model, prompt_ids
-        config, weights = load_checkpoint(checkpoint)
-        embedding = weights["model.embed_tokens.weight"]
-        self.exact = Llama(config, weights, embedding, torch.float32, model.device)
-        self._seen: dict[tuple[int, int], tuple[Array, Array]] = {}
+
+class TorchOracle:
+    """Recomputes with the model that was run, and with an exact copy of it in float32."""
+
+    def __init__(self, model: Llama, exact: Llama, prompt_ids: Sequence[list[int]]) -> None:
+        self.model, self.exact, self.prompt_ids = model, exact, prompt_ids
 
     @torch.inference_mode()
     def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:

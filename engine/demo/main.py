@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parlay.engine.demo.budget import FULL, QUICK
-from parlay.engine.demo.logits import TorchOracle
+from parlay.engine.demo.logits import TorchOracle, float32_copy
 from parlay.engine.demo.modes import demo_modes, open_lanes
 from parlay.engine.demo.plot import plot
 from parlay.engine.demo.prompts import demo_prompts
@@ -42,7 +42,8 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     found = compare(run)
     if found.divergences:
         console.print(f"{len(found.divergences)} outputs diverge: recomputing them in float32")
-    verdict = judge(found, TorchOracle(backend.target, checkpoint, prompt_ids))
+    exact = float32_copy(checkpoint, backend.target.device)
+    verdict = judge(found, TorchOracle(backend.target, exact, prompt_ids))
     report = report_of(run, policy, verdict)
     report["seconds"] = time.monotonic() - started_s
     picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
