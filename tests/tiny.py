@@ -1,0 +1,81 @@
+"""A tiny Llama with random weights, target and draft, for tests of laws and identity."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from parlay.engine.model_config import ModelConfig
+from parlay.engine.models import Llama
+from parlay.engine.scheduler import EngineConfig
+from parlay.engine.torch_backend import DraftModel, TorchBackend
+from parlay.policies.policy import Stateless
+from parlay.policies.types import BatchView, Plan, Proposer, StopRule
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(
+    max_running=48,
+    token_budget=256,
+    block_tokens=4,
+    target_blocks=1024,
+    draft_blocks=1024,
+    context_tokens=128,
+)
+
+
+def tiny_config(vocab: int, layers: int) -> ModelConfig:
+    return ModelConfig(
+        hidden=16, layers=layers, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=vocab,
+        rope_theta=10000.0, norm_eps=1e-5, context=128, tied=False, eos_ids=(),
+    )  # fmt: skip
+
+
+def tiny_llama(vocab: int, layers: int, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
+    rng = torch.Generator().manual_seed(seed)
+    config = tiny_config(vocab, layers)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
+        for name, shape in config.tensor_shapes().items()
+    }
+    return Llama(config, weights, weights["model.embed_tokens.weight"], dtype, CPU)
+
+
+def tiny_backend(vocab: int = 5, seed: int = 0, config: EngineConfig = CONFIG) -> TorchBackend:
+    """Target of two layers; a draft of one that does not know the target's last token."""
+    draft = tiny_llama(vocab, 1, 7)
+    head = draft.head
+    draft.head = lambda x: head(x)[:, : vocab - 1]
+    ids = torch.arange(vocab - 1)
+    return TorchBackend(tiny_llama(vocab, 2, 3), DraftModel(draft, ids), config, seed=seed)
+
+
+class AnyPlan(Stateless):
+    """Draws each row's proposer from `proposers` and its k from 0..k_max, anew every step."""
+
+    name = "any"
+
+    def __init__(
+        self,
+        proposers: tuple[Proposer, ...],
+        k_max: int,
+        seed: int = 0,
+        stop_rule: StopRule | None = None,
+        fixed_k: bool = False,
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.proposers, self.k_max, self.fixed_k = np.asarray(proposers), k_max, fixed_k
+        self.stop_rule = stop_rule or StopRule()
+
+    def decide(self, view: BatchView) -> Plan:
+        rows = len(view)
+        k = np.full(rows, self.k_max) if self.fixed_k else self.rng.integers(0, self.k_max + 1, rows)
+        return Plan(
+            request_id=view.request_id,
+            proposer=self.rng.choice(self.proposers, rows).astype(np.uint8),
+            k=k.astype(np.int16),
+            shadow=np.zeros(rows, bool),
+            propensity=np.ones(rows, np.float32),
+            reason=np.zeros(rows, np.uint8),
+            stop_rule=self.stop_rule,
+            step_id=view.step_id,
+        )

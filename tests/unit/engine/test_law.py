@@ -1,0 +1,129 @@
+"""Sampled output has the target's exact joint law, whatever drafts it; coupled output never changes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from parlay.engine.attention.paged import PagedKV, plan_ragged
+from parlay.engine.attention.sdpa import SdpaAttention
+from parlay.engine.models import Llama
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import SamplingParams
+from parlay.engine.sampling import probabilities
+from parlay.engine.step import Engine
+from parlay.policies.types import Array, Proposer, StopKind, StopRule
+from tests.tiny import CONFIG, CPU, AnyPlan, tiny_backend
+
+VOCAB, LENGTH, DRAWS = 5, 3, 4000
+PROMPT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
+NONE, NGRAM, DRAFT = Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL
+MIXES = {
+    "none": (NONE,),
+    "ngram": (NGRAM,),
+    "draft": (DRAFT,),
+    "mix": (NONE, NGRAM, DRAFT),
+}
+STOPS = [
+    StopRule(StopKind.SURVIVAL, 0.3),
+    StopRule(StopKind.ENTROPY, 0.4),
+    StopRule(StopKind.PROBABILITY, 0.5),
+]
+
+
+def logits_after(model: Llama, tokens: list[int]) -> torch.Tensor:
+    cache = PagedKV(model.config, 8, 16, model.dtype, CPU)
+    ragged = plan_ragged(cache, [list(range(8))], [0], [len(tokens)], 2)
+    hidden = model.hidden(torch.tensor(tokens), ragged, SdpaAttention(cache, model.config.heads))
+    return model.logits(hidden)[-1:]
+
+
+def exact_joint(params: SamplingParams) -> Array:
+    """Return P of every text of LENGTH tokens, by running the target over each of its prefixes."""
+    model, joint = tiny_backend(VOCAB).target, np.ones((VOCAB,) * LENGTH)
+    for length in range(LENGTH):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            law = probabilities(logits_after(model, PROMPT + list(prefix)), [params])[0].numpy()
+            joint[prefix] *= law.reshape((VOCAB,) + (1,) * (LENGTH - length - 1))
+    assert joint.sum() == pytest.approx(1.0)
+    return joint
+
+
+def draw(params: list[SamplingParams], policy: AnyPlan, seed: int) -> Array:
+    """Return how often each text came out, one request for each of `params`."""
+    engine = Engine(tiny_backend(VOCAB, seed), LocalPlanner(policy), CONFIG)
+    requests = [engine.add(PROMPT, p) for p in params]
+    counts = np.zeros((VOCAB,) * LENGTH)
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        counts[tuple(request.output)] += 1
+    return counts
+
+
+def p_value(counts: Array, joint: Array) -> float:
+    """Return chi-square's p, texts expected fewer than 5 times pooled."""
+    expected = joint.ravel() * counts.sum()
+    rare = expected < 5
+    assert counts.ravel()[joint.ravel() == 0].sum() == 0, "a text came out that cannot"
+    observed = np.append(counts.ravel()[~rare], counts.ravel()[rare].sum())
+    pooled = np.append(expected[~rare], expected[rare].sum())
+    keep = pooled > 0
+    return float(chisquare(observed[keep], pooled[keep] * observed.sum() / pooled.sum()).pvalue)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(1.0, max_tokens=LENGTH), SamplingParams(0.7, 4, 0.9, max_tokens=LENGTH)],
+    ids=["plain", "top-k-top-p"],
+)
+def test_rejection_sampling_has_the_exact_joint_law(mix: str, params: SamplingParams) -> None:
+    counts = draw([params] * DRAWS, AnyPlan(MIXES[mix], 3), seed=11)
+    assert p_value(counts, exact_joint(params)) > 1e-3
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda s: s.kind.name.lower())
+def test_stopping_a_draft_early_does_not_bias(stop: StopRule) -> None:
+    params = SamplingParams(1.0, max_tokens=LENGTH)
+    counts = draw([params] * DRAWS, AnyPlan((DRAFT,), 3, stop_rule=stop, fixed_k=True), seed=5)
+    assert p_value(counts, exact_joint(params)) > 1e-3
+
+
+@pytest.mark.parametrize("mix", ["none", "mix"])
+def test_coupled_sampling_has_the_law_of_plain_sampling(mix: str) -> None:
+    params = [SamplingParams(1.0, seed=s, max_tokens=LENGTH) for s in range(DRAWS)]
+    counts = draw(params, AnyPlan(MIXES[mix], 3), seed=3)
+    assert p_value(counts, exact_joint(SamplingParams(1.0))) > 1e-3
+
+
+def test_the_test_of_laws_can_fail() -> None:
+    params = SamplingParams(1.0, max_tokens=LENGTH)
+    counts = draw([params] * DRAWS, AnyPlan((NONE,), 0), seed=11)
+    assert p_value(counts, exact_joint(SamplingParams(1.3))) < 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_greedy_and_coupled_outputs_do_not_depend_on_speculation(temperature: float) -> None:
+    def outputs(policy: AnyPlan, running: int) -> list[list[int]]:
+        import dataclasses
+
+        config = dataclasses.replace(CONFIG, max_running=running, target_blocks=100)
+        engine = Engine(tiny_backend(50, running, config), LocalPlanner(policy), config)
+        params = [
+            SamplingParams(temperature, top_p=0.95, seed=s if temperature else None, max_tokens=40)
+            for s in range(12)
+        ]
+        requests = [engine.add([1 + s, 2, 3, 1 + s, 2], p) for s, p in enumerate(params)]
+        while engine.has_work:
+            engine.step()
+        return [r.output for r in requests]
+
+    plain = outputs(AnyPlan((NONE,), 0), running=1)
+    assert len({tuple(o) for o in plain}) > 6
+    for name, mix in MIXES.items():
+        assert outputs(AnyPlan(mix, 8, seed=len(name)), running=12) == plain, name
