@@ -206,7 +206,9 @@ class RemotePlanner:
             call = self._call = _Call(grpc.insecure_channel(self._target, options=OPTIONS))
             error = self._talk(call)
             self._hang_up(call)
-            if not self.stats.last_error and not self._closing.is_set():
+            if self._closing.is_set():
+                break
+            if not self.stats.last_error:
                 log.warning("no sidecar target=%s error=%r", self._target, error)
             self.stats.last_error = error
             backoff_s = BACKOFF_S[0] if call.steered else min(2 * backoff_s, BACKOFF_S[1])
