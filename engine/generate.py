@@ -20,7 +20,7 @@ from parlay.policies.types import PlanSource, Proposer, StepOutcome
 
 
 class StopText:
-    """Passes text on up to the first stop string, holding back what may be the start of one."""
+    """Passes text on up to the first complete stop string, holding back what may start one."""
 
     def __init__(self, stop: Sequence[str], write: Callable[[str], None]) -> None:
         self._stop, self._write = stop, write
@@ -30,9 +30,10 @@ class StopText:
     def push(self, text: str) -> None:
         """Take the next piece of text."""
         self._held += text
-        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found and not self._ended:
-            self._pass(min(found))
+            # The one that is complete first, however much text came at once.
+            self._pass(min(found)[1])
             self._ended = True
         if not self._ended:
             self._pass(len(self._held) - self._hold)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from parlay.engine import virtual
-from parlay.engine.demo import run as run_module
 from parlay.engine.demo.budget import FULL, QUICK, Costs, Plan, choose_shape
 from parlay.engine.demo.modes import Lane, demo_modes, open_lanes
 from parlay.engine.demo.plot import plot
@@ -23,9 +23,10 @@ from parlay.engine.demo.prompts import TASKS, demo_prompts
 from parlay.engine.demo.report import findings, print_report, report_of
 from parlay.engine.demo.run import DemoRun, TooSlow, run_demo
 from parlay.engine.demo.soundness import compare, judge
-from parlay.engine.demo.workload import cells_of
+from parlay.engine.demo.workload import Cell, CellRun, cells_of, run_cell
 from parlay.engine.request import Request
 from parlay.engine.scheduler import EngineConfig
+from parlay.engine.step import Engine
 from parlay.policies.types import Array, Proposer
 
 TOKENS = 10
@@ -112,13 +113,12 @@ def test_each_mode_goes_first_as_often_as_the_others(
 ) -> None:
     order: list[tuple[str, str]] = []
     names = {id(lane.engine): lane.mode.name for lane in lanes}
-    real = run_module.run_cell
 
-    def spy(*args: object) -> object:
-        order.append((names[id(args[0])], args[1].label))  # type: ignore[attr-defined]
-        return real(*args)  # type: ignore[arg-type]
+    def spy(engine: Engine, cell: Cell, *rest: Any) -> CellRun:
+        order.append((names[id(engine)], cell.label))
+        return run_cell(engine, cell, *rest)
 
-    monkeypatch.setattr(run_module, "run_cell", spy)
+    monkeypatch.setattr("parlay.engine.demo.run.run_cell", spy)
     decode(lanes)
     first = [mode for mode, _ in order[:: len(lanes)]]
     assert len(first) == 2 * 21
@@ -130,7 +130,7 @@ def test_out_of_time_keeps_whole_rounds_only(
     lanes: Sequence[Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("parlay.engine.demo.run.time.monotonic", lambda: float(next(ticks)))
     done = decode(lanes, started_s=0.0)  # 147 cells and modes a round, 200 ticks of time
     assert (len(done.rounds), done.stopped_early) == (1, True)
     report = report_of(done, "goodput", judge(compare(done), NobodyDiverged()))
