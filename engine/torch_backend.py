@@ -17,7 +17,7 @@ from parlay.engine.proposers.draft_model import DraftModelProposer
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.engine.request import Request
 from parlay.engine.scheduler import EngineConfig
-from parlay.engine.verify import DraftLaw, accept
+from parlay.engine.verify import DraftLaw, accept, places_of
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Proposer, StopRule
 
@@ -143,9 +143,8 @@ class TorchBackend:
             if len(places) < len(hidden):
                 hidden = hidden[torch.from_numpy(places).to(hidden.device)]
             law: DraftLaw | None = drafts.private
+            layout = places_of(rows, drafts.tokens, k)
             logits = self.target.logits(hidden)
-            accepted[rows], found = accept(
-                logits, batch.requests, rows, drafts.tokens, k, law, self.seed
-            )
+            accepted[rows], found = accept(logits, batch.requests, layout, law, self.seed)
             tokens[rows, : found.shape[1]] = found
         return accepted, tokens

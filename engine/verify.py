@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parlay.engine.request import Request, SampleMode
+from parlay.engine.request import Request, SampleMode, SamplingParams
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key, uniform
 from parlay.policies.types import Array
 
@@ -32,93 +32,137 @@ class DraftLaw:
     ids: Tensor
 
 
+@dataclass(slots=True)
+class Places:
+    """Where a pass's logits belong: rows i64, the batch rows that emit; k i32 [rows], their drafts;
+    starts i64 [rows + 1], each one's first place; drafts i64 [batch rows, K].
+    """  # noqa: D205
+
+    rows: Array
+    k: Array
+    starts: Array
+    drafts: Array
+
+
+def places_of(rows: Array, drafts: Array, k: Array) -> Places:
+    """Lay out the places of batch rows `rows`: k + 1 each, the last one behind every draft."""
+    return Places(rows, k[rows], np.concatenate(([0], np.cumsum(k[rows] + 1))), drafts)
+
+
 def accept(
     logits: Tensor,
     requests: Sequence[Request],
-    rows: Array,
-    drafts: Array,
-    k: Array,
+    places: Places,
     law: DraftLaw | None,
     engine_seed: int,
 ) -> tuple[Array, Array]:
-    """Return accepted i32 [len(rows)] and tokens i64 [len(rows), K + 1], -1 beyond accepted + 1.
+    """Return accepted i32 [rows] and tokens i64 [rows, K + 1], -1 beyond accepted + 1.
 
-    logits [sum(k + 1), vocab]: for each batch row of `rows` in order, its k drafts' places and the
-    one after. drafts i64 [batch rows, K].
+    logits [places, vocab]; requests are the batch's.
     """
-    counts = k[rows] + 1
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    accepted = np.zeros(len(rows), np.int32)
-    tokens = np.full((len(rows), int(counts.max(initial=1))), -1, np.int64)
-    fixed = _fixed_choices(logits, requests, rows, counts, starts, engine_seed)
-    for i, row in enumerate(rows):
-        draft = drafts[row, : k[row]]
-        if requests[row].sampling.mode is SampleMode.REJECTION:
-            run = _rejection(
-                logits[starts[i] : starts[i + 1]], requests[row], int(row), draft, law, engine_seed
-            )
-        else:
-            run = fixed[starts[i] : starts[i + 1]]
-            run = run[: 1 + int(np.cumprod(run[:-1] == draft).sum())]
-        accepted[i] = len(run) - 1
-        tokens[i, : len(run)] = run
+    modes = [requests[row].sampling.mode for row in places.rows]
+    accepted = np.zeros(len(modes), np.int32)
+    tokens = np.full((len(modes), int(places.k.max(initial=0)) + 1), -1, np.int64)
+    # In float32 argmax takes a fifth of its time in bf16 on a CPU.
+    choice = logits.float().argmax(-1)
+    drawn = [i for i, mode in enumerate(modes) if mode is SampleMode.COUPLED]
+    if drawn:
+        where, keys, p = _laws(logits, requests, places, drawn, Purpose.COUPLED, engine_seed)
+        choice[where] = race(p, keys, _ids(p))
+    chosen = choice.cpu().numpy()
+    for i, mode in enumerate(modes):
+        if mode is not SampleMode.REJECTION:
+            run = chosen[places.starts[i] : places.starts[i + 1]]
+            draft = places.drafts[places.rows[i], : places.k[i]]
+            accepted[i] = held = int(np.cumprod(run[:-1] == draft).sum())
+            tokens[i, : held + 1] = run[: held + 1]
+    drawn = [i for i, mode in enumerate(modes) if mode is SampleMode.REJECTION]
+    if drawn:
+        _reject(logits, requests, places, drawn, law, engine_seed, accepted, tokens)
     return accepted, tokens
 
 
-def _fixed_choices(
+def _laws(
     logits: Tensor,
     requests: Sequence[Request],
-    rows: Array,
-    counts: Array,
-    starts: Array,
+    places: Places,
+    drawn: list[int],
+    purpose: Purpose,
     engine_seed: int,
-) -> Array:
-    """Return i64 [places]: the target's token of every place of greedy and coupled rows."""
-    choice = logits.float().argmax(-1)  # five times as fast as in bf16 on a CPU
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    for i, row in enumerate(rows):
+) -> tuple[Tensor, list[int], Tensor]:
+    """Return the places of rows `drawn`, in order: indices, keys for `purpose` and float64 laws."""
+    where: list[int] = []
+    keys: list[int] = []
+    params: list[SamplingParams] = []
+    for i in drawn:
+        request = requests[places.rows[i]]
+        key, first = request_key(request, engine_seed), request.output_tokens
+        count = int(places.k[i]) + 1
+        where.extend(range(places.starts[i], places.starts[i + 1]))
+        keys.extend(draw_key(key, first + j, purpose) for j in range(count))
+        params.extend([request.sampling] * count)
+    index = torch.tensor(where, device=logits.device)
+    return index, keys, probabilities(logits[index], params)
+
+
+def _reject(
+    logits: Tensor,
+    requests: Sequence[Request],
+    places: Places,
+    drawn: list[int],
+    law: DraftLaw | None,
+    engine_seed: int,
+    accepted: Array,
+    tokens: Array,
+) -> None:
+    """Fill accepted and tokens for rows `drawn` by rejection sampling."""
+    _, accept_keys, p = _laws(logits, requests, places, drawn, Purpose.ACCEPT, engine_seed)
+    finals, keys, first = torch.empty_like(p[: len(drawn)]), [], 0
+    for n, i in enumerate(drawn):
+        row, k = int(places.rows[i]), int(places.k[i])
+        draft = places.drafts[row, :k]
+        guess = torch.from_numpy(draft).to(p.device)
+        mine, sampled = p[first : first + k + 1], law is not None and row in law.row
+        q = _drafted_from(law, row, guess, p.shape[-1]) if law is not None and sampled else None
+        p_token = mine[torch.arange(k), guess].cpu().numpy()
+        q_token = np.ones(k) if q is None else q[torch.arange(k), guess].cpu().numpy()
+        draws = np.asarray([uniform(key) for key in accept_keys[first : first + k]])
+        held = int(np.cumprod(draws * q_token < p_token).sum())
+        finals[n] = mine[held] if held == k else _residual(mine[held], q, held, int(draft[held]))
         request = requests[row]
-        if request.sampling.mode is SampleMode.COUPLED:
-            places = slice(int(starts[i]), int(starts[i + 1]))
-            choice[places] = coupled(logits[places], request, 0, ids, engine_seed)
-    return choice.cpu().numpy()
+        key = request_key(request, engine_seed)
+        keys.append(draw_key(key, request.output_tokens + held, Purpose.RESIDUAL))
+        accepted[i], tokens[i, :held] = held, draft[:held]
+        first += k + 1
+    last = race(finals, keys, _ids(p)).cpu().numpy()
+    tokens[drawn, accepted[drawn]] = last
+
+
+def _drafted_from(law: DraftLaw, row: int, guess: Tensor, vocab: int) -> Tensor:
+    """Return float64 [k, vocab]: the laws that a row's drafts were drawn from."""
+    q = torch.zeros(len(guess), vocab, dtype=torch.float64, device=guess.device)
+    for j in range(len(guess)):
+        q[j, law.ids] = law.law[j][law.row[row]]
+    return q
+
+
+def _residual(p: Tensor, q: Tensor | None, place: int, token: int) -> Tensor:
+    """Return (p - q)+, unnormalised, where q is a drafter's law or a point mass on its token."""
+    if q is None:
+        rest = p.clone()
+        rest[token] = 0.0
+    else:
+        rest = (p - q[place]).clamp_min_(0.0)
+    # p == q leaves nothing but rounding; then any draw from p is right.
+    return rest if float(rest.sum()) > 0.0 else p
+
+
+def _ids(p: Tensor) -> Tensor:
+    return torch.arange(p.shape[-1], device=p.device)
 
 
 def coupled(logits: Tensor, request: Request, ahead: int, ids: Tensor, engine_seed: int) -> Tensor:
-    """Return each row's winner, for output positions from the next + ahead on."""
-    key, first = request_key(request, engine_seed), request.output_tokens + ahead
-    keys = [draw_key(key, first + j, Purpose.COUPLED) for j in range(len(logits))]
-    return race(probabilities(logits, [request.sampling] * len(logits)), keys, ids)
-
-
-def _rejection(
-    logits: Tensor, request: Request, row: int, draft: Array, law: DraftLaw | None, engine_seed: int
-) -> Array:
-    """Return the emitted run of one sampled row."""
-    p = probabilities(logits, [request.sampling] * len(logits))
-    ids = torch.arange(p.shape[-1], device=p.device)
-    key, first = request_key(request, engine_seed), request.output_tokens
-    run: list[int] = []
-    for j, token in enumerate(draft):
-        q = _proposal(law, row, j, int(token), p[j])
-        if uniform(draw_key(key, first + j, Purpose.ACCEPT)) * float(q[token]) < float(p[j, token]):
-            run.append(int(token))
-            continue
-        residual = (p[j] - q).clamp_min_(0.0)
-        # p == q leaves nothing but rounding; then any draw from p is right.
-        residual = residual if float(residual.sum()) > 0.0 else p[j]
-        run.append(int(race(residual[None], [draw_key(key, first + j, Purpose.RESIDUAL)], ids)[0]))
-        return np.asarray(run)
-    last = len(draft)
-    run.append(int(race(p[last][None], [draw_key(key, first + last, Purpose.RESIDUAL)], ids)[0]))
-    return np.asarray(run)
-
-
-def _proposal(law: DraftLaw | None, row: int, place: int, token: int, like: Tensor) -> Tensor:
-    """Return q over the whole vocabulary: the drafter's law, or a point mass on its token."""
-    q = torch.zeros_like(like)
-    if law is None or row not in law.row:
-        q[token] = 1.0
-    else:
-        q[law.ids] = law.law[place][law.row[row]]
-    return q
+    """Return the winner of one row of logits over token `ids`, for the output position `ahead`."""
+    key = request_key(request, engine_seed)
+    keys = [draw_key(key, request.output_tokens + ahead, Purpose.COUPLED)]
+    return race(probabilities(logits, [request.sampling]), keys, ids)

@@ -68,7 +68,11 @@ class AnyPlan(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         rows = len(view)
-        k = np.full(rows, self.k_max) if self.fixed_k else self.rng.integers(0, self.k_max + 1, rows)
+        k = (
+            np.full(rows, self.k_max)
+            if self.fixed_k
+            else self.rng.integers(0, self.k_max + 1, rows)
+        )
         return Plan(
             request_id=view.request_id,
             proposer=self.rng.choice(self.proposers, rows).astype(np.uint8),

@@ -1,4 +1,4 @@
-"""Block accounting: nothing leaks, nothing is shared, whatever is accepted, rejected or preempted."""
+"""Block accounting: nothing leaks and nothing is shared, whatever is accepted or preempted."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ NEVER = Task({Proposer.NGRAM: (0.0,), Proposer.DRAFT_MODEL: (0.0,)})
 SPEAK = SpeculationParams(task="t")
 
 
-def make(
-    task: Task, policy: str = "none", eos: tuple[int, ...] = (), **settings: object
-) -> Engine:
+def make(task: Task, policy: str = "none", eos: tuple[int, ...] = (), **settings: object) -> Engine:
     backend = VirtualBackend(Hazards({"t": task}), StepCost(fixed_ms=10.0, token_ms=0.5))
     planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     return Engine(backend, planner, EngineConfig(token_budget=16), str, eos)

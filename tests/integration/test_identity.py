@@ -1,0 +1,77 @@
+"""On the real model in float32, greedy output is Hugging Face's own, however it is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from parlay.engine.demo.prompts import demo_prompts
+from parlay.engine.llm import load_backend
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import SamplingParams
+from parlay.engine.scheduler import EngineConfig
+from parlay.engine.step import Engine
+from parlay.engine.tokenizer import Tokenizer
+from parlay.engine.torch_backend import TorchBackend
+from parlay.engine.weights import default_model_dir
+from parlay.policies.types import Proposer
+from tests.tiny import AnyPlan
+
+NONE, NGRAM, DRAFT = Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[tuple[TorchBackend, Tokenizer]]:
+    config = EngineConfig(target_blocks=900, draft_blocks=900, max_running=8)
+    yield load_backend(dtype="float32", config=config)
+
+
+@pytest.fixture(scope="module")
+def prompts(loaded: tuple[TorchBackend, Tokenizer]) -> list[list[int]]:
+    texts = [p.text for p in demo_prompts()[:20]]
+    assert len(texts) == 20
+    return [loaded[1].chat([{"role": "user", "content": text}]) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def theirs(prompts: list[list[int]]) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32)
+    outputs = []
+    for ids in prompts:
+        whole = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+        )
+        outputs.append(whole[0, len(ids) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "proposers",
+    [(NONE,), (NGRAM,), (DRAFT,), (NONE, NGRAM, DRAFT)],
+    ids=["none", "ngram", "draft", "mix"],
+)
+def test_greedy_is_hugging_faces(
+    loaded: tuple[TorchBackend, Tokenizer],
+    prompts: list[list[int]],
+    theirs: list[list[int]],
+    proposers: tuple[Proposer, ...],
+) -> None:
+    backend, tokenizer = loaded
+    engine = Engine(
+        backend, LocalPlanner(AnyPlan(proposers, 7)), backend.config, eos_ids=tokenizer.eos_ids
+    )
+    requests = [engine.add(ids, SamplingParams(max_tokens=TOKENS)) for ids in prompts]
+    while engine.has_work:
+        engine.step()
+    for request, expected in zip(requests, theirs, strict=True):
+        assert request.output == expected
+    if proposers != (NONE,):
+        assert sum(r.accepted for r in requests) > 50
