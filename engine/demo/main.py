@@ -11,7 +11,7 @@ from rich.console import Console
 
 from parlay.engine.demo.budget import FULL, QUICK
 from parlay.engine.demo.logits import TorchOracle, float32_copy
-from parlay.engine.demo.modes import demo_modes, open_lanes
+from parlay.engine.demo.modes import demo_modes, open_lanes, sidecar_figures
 from parlay.engine.demo.plot import plot
 from parlay.engine.demo.prompts import demo_prompts
 from parlay.engine.demo.report import print_report, report_of
@@ -39,18 +39,25 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     with ExitStack() as stack:
         lanes = open_lanes(stack, demo_modes(policy), backend, backend.config, tokenizer.eos_ids)
         run = run_demo(lanes, prompts, prompt_ids, plan, console, started_s)
+        figures = sidecar_figures(lanes)
     found = compare(run)
     if found.divergences:
         console.print(f"{len(found.divergences)} outputs diverge: recomputing them in float32")
     exact = float32_copy(checkpoint, backend.target.device)
     verdict = judge(found, TorchOracle(backend.target, exact, prompt_ids))
     report = report_of(run, policy, verdict)
+    report["sidecar"] = figures
     report["seconds"] = time.monotonic() - started_s
     picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
     plot(run, picture)
     if json_file:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_report(report, console)
+    console.print(
+        f"sidecar: {100 * figures['fresh_share']:.1f}% of steps followed its plan of this step or "
+        f"the one before; talking to it cost {figures['engine_thread_us_p50']:.0f} us a step",
+        highlight=False,
+    )
     console.print(
         f"k and proposer over time: {picture}; {report['seconds']:.0f} s in all", highlight=False
     )

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 from parlay.engine.backend import Backend
@@ -81,6 +82,19 @@ def _planner(stack: ExitStack, mode: Mode, limits: EngineLimits) -> Planner:
     planner = RemotePlanner(target, EngineInfo("demo", limits), fallback)
     stack.callback(planner.close)
     return planner
+
+
+def sidecar_figures(lanes: Sequence[Lane]) -> dict[str, float]:
+    """Return what asking the sidecar cost (engine thread, us a step) and how fresh plans were."""
+    (planner,) = (p for lane in lanes if isinstance(p := lane.engine.planner, RemotePlanner))
+    stats = planner.stats
+    return {
+        "engine_thread_us_p50": median(stats.engine_thread_us),
+        "fresh_share": stats.fresh_share,
+        "steps_without_plan": stats.plans_local,
+        "dropped_reports": stats.dropped_reports,
+        "reconnects": stats.reconnects,
+    }
 
 
 @contextmanager
