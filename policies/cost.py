@@ -31,8 +31,8 @@ _EDGES = np.array(
     [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512]
 )
 _LOG_EDGES = np.log(_EDGES)
-_RATIO_PRIOR = 4.0
-_RATIO_DISCOUNT = 0.95
+_RATIO_PRIOR = 12.0
+_RATIO_DISCOUNT = 0.98
 
 
 class Line:

@@ -13,7 +13,8 @@ from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, A
 _FIRST_INTERVAL = 40
 _LAST_INTERVAL = 640
 _BLOCK_STEPS = 3
-_DEPTH = 2
+_FEW_ROWS = 4
+"""A larger batch shows enough at depth 1, where a second place would cost it dearly."""
 _SHARE = 0.015
 """Most of the elapsed time that tries may cost, as estimated."""
 _GOOD_ENOUGH = 0.6
@@ -80,7 +81,7 @@ class Explorer:
     def _with(
         self, view: BatchView, survival: Array, best: Allocation, costs: StepCosts, rows: Array
     ) -> Allocation:
-        depth = min(_DEPTH, survival.shape[2])
+        depth = min(2 if rows.sum() <= _FEW_ROWS else 1, survival.shape[2])
         room = len(costs.verify_ms) - 1 - int(best.k[~rows].sum())
         depth = min(depth, max(room, 0) // int(rows.sum()))
         k = np.where(rows, np.minimum(depth, view.max_k), best.k).astype(np.int32)
