@@ -21,7 +21,7 @@ def test_enough_prompts_of_every_task_and_none_twice() -> None:
 def test_tasks_that_work_on_a_text_bring_one() -> None:
     for prompt in demo_prompts():
         if prompt.task not in ("chat", "code"):
-            assert len(prompt.text) > 500, prompt.name
+            assert len(prompt.text) > 400, prompt.name
 
 
 def test_no_prompt_is_made_as_the_training_prompts_are() -> None:

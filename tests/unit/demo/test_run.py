@@ -30,7 +30,7 @@ from parlay.engine.step import Engine
 from parlay.policies.types import Array, Proposer
 
 TOKENS = 10
-PLAN = Plan("test", {1: 1, 4: 4, 16: 16}, ((2, TOKENS),), 1e9, 100.0, 300.0)
+PLAN = replace(QUICK, wishes=((2, TOKENS),), rounds_s=1e9, check_s=100.0, deadline_s=300.0)
 PROMPTS = demo_prompts()
 IDS = [[index + 1] * 20 for index in range(len(PROMPTS))]
 # Copying tasks love the n-gram, the others have no match and an expensive draft.
@@ -143,13 +143,13 @@ def test_too_slow_for_one_round(lanes: Sequence[Lane]) -> None:
 
 
 @pytest.mark.parametrize("plan", [QUICK, FULL])
-@pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("slower", [0.3, 1.0, 1.3])
 def test_the_shape_fits_the_time(plan: Plan, slower: float) -> None:
     step_ms = {1: 15 * slower, 4: 20 * slower, 16: 50 * slower}
-    costs = Costs(step_ms, 0.25 * slower)
-    shape = choose_shape(plan, costs, PROMPTS, IDS, 7)
-    tokens = [len(ids) for ids in IDS]
+    costs, ids = Costs(step_ms, 0.6 * slower), [[1] * 170] * len(PROMPTS)
+    shape = choose_shape(plan, costs, PROMPTS, ids, 7)
     cells = cells_of(PROMPTS, shape)
+    tokens = [len(i) for i in ids]
     a_pass_s = sum(costs.seconds(c, tokens, shape.output_tokens) for c in cells)
     assert 7 * shape.rounds * a_pass_s <= plan.rounds_s
     assert shape.rounds >= 2
