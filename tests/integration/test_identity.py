@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.tiny import AnyPlan
 
 from parlay.engine.demo.prompts import demo_prompts
 from parlay.engine.llm import load_backend
@@ -17,16 +17,15 @@ from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.weights import default_model_dir
 from parlay.policies.types import Proposer
-from tests.tiny import AnyPlan
 
 NONE, NGRAM, DRAFT = Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL
 TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[tuple[TorchBackend, Tokenizer]]:
+def loaded() -> tuple[TorchBackend, Tokenizer]:
     config = EngineConfig(target_blocks=900, draft_blocks=900, max_running=8)
-    yield load_backend(dtype="float32", config=config)
+    return load_backend(dtype="float32", config=config)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from tests.tiny import CONFIG, CPU, AnyPlan, tiny_backend
 
 from parlay.engine.attention.paged import PagedKV, plan_ragged
 from parlay.engine.attention.sdpa import SdpaAttention
@@ -18,7 +19,6 @@ from parlay.engine.request import SamplingParams
 from parlay.engine.sampling import probabilities
 from parlay.engine.step import Engine
 from parlay.policies.types import Array, Proposer, StopKind, StopRule
-from tests.tiny import CONFIG, CPU, AnyPlan, tiny_backend
 
 VOCAB, LENGTH, DRAWS = 5, 3, 3000
 PROMPT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]

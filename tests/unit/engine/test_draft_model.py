@@ -1,0 +1,100 @@
+"""The draft model: each row its own depth, catching up after idleness, stop rules, confidences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.tiny import CONFIG, AnyPlan, tiny_backend
+
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import SamplingParams
+from parlay.engine.step import Engine
+from parlay.policies.policy import Stateless
+from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopKind, StopRule
+
+DRAFT = Proposer.DRAFT_MODEL
+VOCAB = 40
+
+
+class Script(Stateless):
+    """Drafts script[step] tokens for every row with the draft model."""
+
+    name = "script"
+
+    def __init__(self, script: list[int]) -> None:
+        self.script = script
+
+    def decide(self, view: BatchView) -> Plan:
+        rows, k = len(view), self.script[min(view.step_id, len(self.script) - 1)]
+        return Plan(
+            request_id=view.request_id,
+            proposer=np.full(rows, DRAFT, np.uint8),
+            k=np.full(rows, k, np.int16),
+            shadow=np.zeros(rows, bool),
+            propensity=np.ones(rows, np.float32),
+            reason=np.zeros(rows, np.uint8),
+            step_id=view.step_id,
+        )
+
+
+def outcomes(policy: Stateless, prompts: int = 1, tokens: int = 30) -> list[StepOutcome]:
+    engine = Engine(tiny_backend(VOCAB), LocalPlanner(policy), CONFIG)  # type: ignore[arg-type]
+    for i in range(prompts):
+        engine.add([1 + i, 5, 9, 2], SamplingParams(max_tokens=tokens))
+    found = []
+    while engine.has_work:
+        outcome = engine.step()
+        assert outcome is not None
+        engine.scheduler.draft.check()
+        found.append(outcome)
+    return found
+
+
+def test_after_idleness_it_drafts_what_it_would_have_drafted() -> None:
+    """At the same output position the guesses agree, whether or not it drafted before."""
+
+    def confidences_by_position(script: list[int]) -> dict[int, list[float]]:
+        position, found = 0, {}
+        for outcome in outcomes(Script(script)):
+            if outcome.drafted_k[0]:
+                found[position] = outcome.confidences[0, : outcome.drafted_k[0]].tolist()
+            position += int(outcome.emitted[0])
+        return found
+
+    always = confidences_by_position([0] + [3] * 40)
+    late = confidences_by_position([0] * 15 + [3] * 40)
+    shared = set(always) & set(late)
+    assert len(shared) > 5
+    for position in shared:
+        n = min(len(always[position]), len(late[position]))
+        assert always[position][:n] == pytest.approx(late[position][:n], abs=1e-5)
+
+
+def test_passes_go_as_deep_as_the_deepest_row() -> None:
+    for outcome in outcomes(AnyPlan((Proposer.NONE, DRAFT), 5, seed=4), prompts=6):
+        deepest = int(outcome.drafted_k[outcome.proposer == DRAFT].max(initial=0))
+        assert outcome.draft_depth == deepest
+        assert np.all(outcome.drafted_k <= outcome.requested_k)
+
+
+def test_confidences_are_there_for_what_was_drafted_and_only_there() -> None:
+    for outcome in outcomes(AnyPlan((DRAFT,), 4, seed=2), prompts=3):
+        places = np.arange(outcome.confidences.shape[1])
+        drafted = places < outcome.drafted_k[:, None]
+        assert np.all(np.isfinite(outcome.confidences) == drafted)
+        assert np.all(outcome.confidences[drafted] > 0.0)
+
+
+@pytest.mark.parametrize("kind", [StopKind.SURVIVAL, StopKind.PROBABILITY, StopKind.ENTROPY])
+def test_stop_rules_stop_where_they_say(kind: StopKind) -> None:
+    threshold = 0.25
+    found = outcomes(AnyPlan((DRAFT,), 6, stop_rule=StopRule(kind, threshold), fixed_k=True), 4)
+    full = outcomes(AnyPlan((DRAFT,), 6, fixed_k=True), 4)
+    assert sum(int(o.drafted_k.sum()) for o in found) < sum(int(o.drafted_k.sum()) for o in full)
+    for outcome in found:
+        for row in np.flatnonzero(outcome.drafted_k):
+            kept = outcome.confidences[row, : outcome.drafted_k[row]]
+            if kind is StopKind.SURVIVAL:
+                assert np.all(np.cumprod(kept)[1:] >= threshold)
+            if kind is StopKind.PROBABILITY:
+                assert np.all(kept[:-1] >= threshold)
