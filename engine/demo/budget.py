@@ -43,8 +43,8 @@ QUICK = Plan(
     {1: 1, 4: 4, 16: 16},
     {1: 6, 4: 6, 16: 18},
     tuple((2, t) for t in (64, 56, 48, 40, 36, 32, 28, 24, 20, 16, 12, 8)),
-    rounds_s=430.0,
-    check_s=80.0,
+    rounds_s=460.0,
+    check_s=70.0,
     deadline_s=590.0,
 )
 FULL = Plan(
