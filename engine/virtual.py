@@ -178,7 +178,7 @@ class VirtualBackend:
 
 
 def _hashed(key: int, first: int, count: int) -> Array:
-    """Return u64 [count]: SplitMix64's outputs first .. first + count - 1 of a stream named by key."""
+    """Return u64 [count]: SplitMix64's outputs from `first` on, of a stream named by key."""
     with np.errstate(over="ignore"):
         x = np.arange(first, first + count, dtype=np.uint64) + np.uint64(key * _ODD & _MASK)
         x = x * np.uint64(_GOLDEN)

@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
+from tests.contract.test_policies_over_grpc import served
 
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.remote import EngineInfo, RemotePlanner
@@ -15,7 +16,6 @@ from parlay.engine.step import Engine
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
 from parlay.policies.policy import EngineLimits, make_policy, registry
 from parlay.policies.types import Proposer, StepOutcome
-from tests.contract.test_policies_over_grpc import served
 
 LIMITS = EngineLimits(0b0111, 8, (), 64)
 TASKS = {

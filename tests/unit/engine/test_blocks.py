@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.planner import LocalPlanner
-from parlay.engine.request import SamplingParams, SpeculationParams
+from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
@@ -61,7 +61,8 @@ def test_any_sequence_keeps_every_block_owned_once(moves: list[tuple[int, int, b
 
 def play(engine: Engine, steps: int, seed: int) -> int:
     """Run `steps` steps with requests arriving, ending and being aborted at random."""
-    rng, live, preempted = np.random.default_rng(seed), [], 0
+    rng, preempted = np.random.default_rng(seed), 0
+    live: list[Request] = []
     for _ in range(steps):
         if len(live) < 10 and rng.random() < 0.5:
             sampling = SamplingParams(max_tokens=int(rng.integers(1, 60)))

@@ -32,7 +32,8 @@ def theirs() -> LlamaForCausalLM:
         num_attention_heads=4, num_key_value_heads=2, head_dim=4, rms_norm_eps=1e-5,
         max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.5,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 @pytest.fixture(scope="module")
