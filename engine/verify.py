@@ -159,10 +159,3 @@ def _residual(p: Tensor, q: Tensor | None, place: int, token: int) -> Tensor:
 
 def _ids(p: Tensor) -> Tensor:
     return torch.arange(p.shape[-1], device=p.device)
-
-
-def coupled(logits: Tensor, request: Request, ahead: int, ids: Tensor, engine_seed: int) -> Tensor:
-    """Return the winner of one row of logits over token `ids`, for the output position `ahead`."""
-    key = request_key(request, engine_seed)
-    keys = [draw_key(key, request.output_tokens + ahead, Purpose.COUPLED)]
-    return race(probabilities(logits, [request.sampling]), keys, ids)

@@ -19,7 +19,7 @@ from parlay.engine.backend import Batch
 from parlay.engine.models import Llama
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
-from parlay.engine.verify import DraftLaw, coupled
+from parlay.engine.verify import DraftLaw
 from parlay.policies.types import Array, StopKind, StopRule
 
 
@@ -65,10 +65,10 @@ class DraftModelProposer:
             if not len(alive):
                 break
             logits = self._read(batch, [requests[i] for i in alive], guess[alive, :place])
-            chosen, peak, entropy = self._choose(logits, requests, alive, place, law)
+            chosen, peak = self._choose(logits, requests, alive, place, law)
             passes += 1
             reach[alive] *= peak
-            go = _keeps_drafting(stop, reach[alive], entropy, place)
+            go = _keeps_drafting(stop, reach[alive], logits, place)
             alive, chosen, peak = alive[go], chosen[go], peak[go]
             guess[alive, place], confidence[alive, place] = chosen, peak
             if stop.kind is StopKind.PROBABILITY:
@@ -98,53 +98,41 @@ class DraftModelProposer:
 
     def _choose(
         self, logits: Tensor, requests: Sequence[Request], alive: Array, place: int, law: DraftLaw
-    ) -> tuple[Array, Array, Array]:
-        """Return each row's token id, its law's largest probability and its entropy (nats)."""
-        p = torch.softmax(logits.float(), -1)
-        peak, best = p.max(-1)
-        entropy = torch.special.entr(p).sum(-1)
+    ) -> tuple[Array, Array]:
+        """Return the token ids of rows `alive` of `requests`, and their largest probabilities."""
+        peak, best = torch.softmax(logits.float(), -1).max(-1)
         choice = best.cpu().numpy()
-        sampled = [
-            i
-            for i in range(len(alive))
-            if requests[alive[i]].sampling.mode is not SampleMode.GREEDY
-        ]
-        laws = (
-            torch.zeros(len(requests), p.shape[-1], dtype=torch.float64, device=p.device)
-            if law.row
-            else None
-        )
-        for i in sampled:
-            request = requests[alive[i]]
-            if request.sampling.mode is SampleMode.COUPLED:
-                choice[i] = int(
-                    coupled(logits[i : i + 1], request, place, self.ids, self.engine_seed)[0]
-                )
-                continue
-            q = probabilities(logits[i : i + 1], [request.sampling])
-            key = draw_key(
-                request_key(request, self.engine_seed), request.output_tokens + place, Purpose.DRAFT
-            )
-            choice[i] = int(race(q, [key], self.ids)[0])
-            assert laws is not None
-            laws[alive[i]] = q[0]
-        if laws is not None:
-            law.law.append(laws)
-        return self._host_ids[choice], peak.cpu().numpy(), entropy.cpu().numpy()
+        live = [requests[row] for row in alive]
+        drawn = [i for i, r in enumerate(live) if r.sampling.mode is not SampleMode.GREEDY]
+        if drawn:
+            q = probabilities(logits[drawn], [live[i].sampling for i in drawn])
+            keys = [self._key(live[i], place) for i in drawn]
+            choice[drawn] = race(q, keys, self.ids).cpu().numpy()
+            if law.row:
+                laws = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
+                laws[torch.from_numpy(alive[drawn]).to(q.device)] = q
+                law.law.append(laws)
+        return self._host_ids[choice], peak.cpu().numpy()
+
+    def _key(self, request: Request, place: int) -> int:
+        """Return the key of a draft's draw: the target's own where the two are coupled."""
+        coupled = request.sampling.mode is SampleMode.COUPLED
+        purpose = Purpose.COUPLED if coupled else Purpose.DRAFT
+        position = request.output_tokens + place
+        return draw_key(request_key(request, self.engine_seed), position, purpose)
 
 
 def _is_sampled(request: Request) -> bool:
     return request.sampling.mode is SampleMode.REJECTION
 
 
-def _keeps_drafting(stop: StopRule, reach: Array, entropy: Array, place: int) -> Array:
+def _keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
     """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
-    if place == 0:
-        return np.ones(len(reach), bool)
-    if stop.kind is StopKind.SURVIVAL:
-        return reach >= stop.threshold
-    if stop.kind is StopKind.ENTROPY:
-        return np.sqrt(ENTROPY_SCALE * entropy) <= stop.threshold
+    if place > 0 and stop.kind is StopKind.SURVIVAL:
+        return np.greater_equal(reach, stop.threshold)
+    if place > 0 and stop.kind is StopKind.ENTROPY:
+        entropy = torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1).cpu().numpy()
+        return np.less_equal(np.sqrt(ENTROPY_SCALE * entropy), stop.threshold)
     return np.ones(len(reach), bool)
 
 
