@@ -135,10 +135,10 @@ def _table(title: str, *columns: str) -> Table:
 
 def _modes_table(report: Json) -> Table:
     proposers = [Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL]
-    shares = [f"{p.name.lower().partition('_')[0]} %" for p in proposers]
+    shares = [f"{p.name.lower().partition('_')[0]}%" for p in proposers]
     table = _table(
-        "all tasks at once, concurrency 1, 4 and 16; shares of steps and accepted over everything",
-        *("mode", "tokens/s", "min-max", "x none", "accepted", *shares),
+        "speed: all tasks mixed, at 1, 4 and 16 at once; tokens a step and shares: everything",
+        *("mode", "tok/s", "min-max", "x none", "tok/step", *shares),
     )
     for name, m in report["modes"].items():
         shared = [100 * m["share_by_proposer"].get(p.name.lower(), 0.0) for p in proposers]

@@ -35,7 +35,7 @@ class DemoRun:
     stopped_early: bool = False
 
 
-class TooSlow(Exception):
+class TooSlow(ValueError):
     """Not even one round fitted before the deadline."""
 
 

@@ -100,6 +100,7 @@ def test_every_mode_decodes_the_same_and_the_report_adds_up(
     out = io.StringIO()
     print_report(report, Console(file=out, width=80))
     assert "token for token" in out.getvalue()
+    assert "\u2026" not in out.getvalue(), "a table was cut"
     assert max(len(line) for line in out.getvalue().splitlines()) <= 80
     picture = tmp_path / "k.png"
     plot(done, picture)
