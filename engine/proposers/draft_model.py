@@ -128,12 +128,13 @@ def _is_sampled(request: Request) -> bool:
 
 def _keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
     """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
+    keep: Array = np.ones(len(reach), bool)
     if place > 0 and stop.kind is StopKind.SURVIVAL:
-        return np.greater_equal(reach, stop.threshold)
-    if place > 0 and stop.kind is StopKind.ENTROPY:
+        keep = np.greater_equal(reach, stop.threshold)
+    elif place > 0 and stop.kind is StopKind.ENTROPY:
         entropy = torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1).cpu().numpy()
-        return np.less_equal(np.sqrt(ENTROPY_SCALE * entropy), stop.threshold)
-    return np.ones(len(reach), bool)
+        keep = np.less_equal(np.sqrt(ENTROPY_SCALE * entropy), stop.threshold)
+    return keep
 
 
 ENTROPY_SCALE = 0.15
