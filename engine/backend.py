@@ -14,7 +14,7 @@ import numpy as np
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import PROPOSERS, Array, Fitted, StopRule
+from parlay.policies.types import PROPOSERS, Array, Fitted, Plan
 
 
 @dataclass(slots=True)
@@ -102,8 +102,11 @@ class Backend(Protocol):
         """Ask the n-gram what it would draft for each request, up to `depth` tokens; cheap."""
         ...
 
-    def propose(self, batch: Batch, fit: Fitted, stop: StopRule) -> Drafts:
-        """Draft up to fit.k tokens a row with fit.proposer; the draft model catches up first."""
+    def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
+        """Draft up to fit.k tokens a row with fit.proposer; the draft model catches up first.
+
+        The plan's stop rule may end a draft early, by its calibration of the confidences.
+        """
         ...
 
     def verify(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:

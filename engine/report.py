@@ -72,7 +72,7 @@ def outcome_of(
     step_ms: float,
 ) -> StepOutcome:
     """Return what the step did, to be told to the policy."""
-    proposer = np.where(drafts.count > 0, fit.proposer, Proposer.NONE).astype(np.uint8)
+    proposer = np.where(fit.k > 0, fit.proposer, Proposer.NONE).astype(np.uint8)
     followed = np.where(fit.follows, int(source), int(PlanSource.DEFAULT))
     return StepOutcome(
         request_id=view.request_id,

@@ -24,7 +24,7 @@ from parlay.engine.request import (
 from parlay.engine.scheduler import EngineConfig, Scheduler
 from parlay.engine.shadow import ShadowScorer
 from parlay.policies.allocate import fit_plan
-from parlay.policies.types import Fitted, Proposer, StepOutcome, StopRule, Truncated
+from parlay.policies.types import Fitted, Proposer, StepOutcome, Truncated
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -101,9 +101,9 @@ class Engine:
 
         plan, source = self.planner.plan(view)
         fit = self._reserve(batch, fit_plan(plan, view))
-        drafts = self.backend.propose(batch, fit, plan.stop_rule if plan else StopRule())
+        drafts = self.backend.propose(batch, fit, plan)
         if drafts.count.any():
-            fit = fit_plan(plan, view, drafts.count, drafts.confidences)
+            fit.verify_k = fit_plan(plan, view, drafts.count, drafts.confidences).verify_k
         verified = self.backend.verify(batch, drafts, fit.verify_k)
         self.shadow.offer(requests, lookup, batch.emits & (fit.proposer != Proposer.NGRAM))
         committed = commit(batch, drafts, verified, self.rules)

@@ -19,7 +19,7 @@ from parlay.engine.request import Request
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.verify import DraftLaw, accept, places_of
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import Array, Fitted, Proposer, StopRule
+from parlay.policies.types import Array, Fitted, Plan, Proposer
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class TorchBackend:
         self.ngram.forget(request)
 
     @torch.inference_mode()
-    def propose(self, batch: Batch, fit: Fitted, stop: StopRule) -> Drafts:
+    def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
         """Draft: n-gram rows from the lookup, draft-model rows by its passes; both in one batch."""
         depth = max(int(fit.k.max(initial=0)), 1)
         drafts = Drafts(
@@ -96,15 +96,15 @@ class TorchBackend:
             drafts.draft_ms[Proposer.NGRAM] = 1e3 * (time.perf_counter() - start_s)
         modelled = np.flatnonzero((fit.proposer == Proposer.DRAFT_MODEL) & (fit.k > 0))
         if len(modelled):
-            self._propose_modelled(batch, modelled, fit.k, stop, drafts)
+            self._propose_modelled(batch, modelled, fit.k, plan, drafts)
         return drafts
 
     def _propose_modelled(
-        self, batch: Batch, rows: Array, k: Array, stop: StopRule, drafts: Drafts
+        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, drafts: Drafts
     ) -> None:
         assert self.draft is not None, "a plan named the draft model, which this engine has not"
         start_s = self.clock()
-        run = self.draft.propose(batch, rows, k, stop)
+        run = self.draft.propose(batch, rows, k, plan)
         width = run.tokens.shape[1]
         drafts.count[rows], drafts.tokens[rows, :width] = run.count, run.tokens
         drafts.confidences[rows, :width], drafts.read_by_draft[rows] = run.confidences, True

@@ -16,7 +16,7 @@ import numpy as np
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
 from parlay.engine.request import Request
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import Array, Fitted, Proposer, StopRule
+from parlay.policies.types import Array, Fitted, Plan, Proposer
 
 VOCAB = 50_000
 _MASK, _GOLDEN, _ODD = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
@@ -141,7 +141,7 @@ class VirtualBackend:
                 tokens[row, :count] = _guesses(request, count, held)
         return Lookup(match, tokens)
 
-    def propose(self, batch: Batch, fit: Fitted, stop: StopRule) -> Drafts:
+    def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
         """Offer each row's guesses: right up to where the flips say, wrong from there on."""
         depth = max(int(fit.k.max(initial=0)), 1)
         count, tokens = np.zeros(len(batch), np.int32), np.full((len(batch), depth), -1, np.int64)

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from parlay.policies.allocate import HAZARD_CEILING, ngram_survival
+from parlay.policies.evidence import Drafts, drafts_of
 from parlay.policies.types import (
     DRAFT_MODEL,
     MATCH_EDGES,
     NGRAM,
     PROPOSERS,
     Array,
-    ShadowKind,
     StepOutcome,
     match_bucket,
 )
@@ -115,41 +115,36 @@ class Acceptance:
         """Return f32 [match buckets, K] for the plan."""
         return self.hazard[:_BUCKETS].astype(np.float32)
 
-    def observe(self, outcome: StepOutcome) -> Array:
-        """Learn from a step; return bool [PROPOSERS], whose drafts it showed."""
+    def observe(self, outcome: StepOutcome, doubt: Array | None = None) -> Array:
+        """Learn from a step; return bool [PROPOSERS], whose drafts it showed.
+
+        doubt f64 [rows]: where a draft was stopped short, the drafter's own estimate that the next
+        token would have been rejected, nan elsewhere. It stands for the flip that was not seen.
+        """
         self.version += 1
         shown = np.zeros(PROPOSERS, bool)
         if len(outcome):
             rows = self.rows_of(outcome.request_id, outcome.task)
-            self._learn(outcome, rows, shown)
+            self._learn(outcome, rows, shown, doubt)
             self._output[rows] += outcome.emitted
         if self.version % 64 == 0:
             self._forget()
         return shown
 
-    def _learn(self, outcome: StepOutcome, rows: Array, shown: Array) -> None:
-        """Take verified drafts and shadow rows, which look alike; `seen` is what could be seen."""
-        used = np.flatnonzero((outcome.verified_k > 0) & (outcome.proposer > 0))
-        shadow = outcome.shadow
-        match = np.flatnonzero((shadow.kind == ShadowKind.MATCH) & (shadow.observed > 0))
-        known = [self._row.get(r, -1) for r in shadow.request_id[match].tolist()]
-        row = np.concatenate([rows[used], np.asarray(known, np.intp)])
-        proposer = np.concatenate([outcome.proposer[used], shadow.proposer[match]]).astype(np.intp)
-        matched = np.concatenate([outcome.match_tokens[used], shadow.match_tokens[match]])
-        accepted = np.concatenate([outcome.accepted[used], shadow.matched[match]]).astype(np.int64)
-        seen = np.concatenate([outcome.verified_k[used], shadow.observed[match]]).astype(np.int64)
-        keep = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
-        if keep.any():
-            channel = channel_of(proposer, matched)
-            self._count(row[keep], proposer[keep], channel[keep], accepted[keep], seen[keep])
-            shown[proposer[keep]] = True
+    def _learn(self, outcome: StepOutcome, rows: Array, shown: Array, doubt: Array | None) -> None:
+        known = [self._row.get(r, -1) for r in outcome.shadow.request_id.tolist()]
+        drafts = drafts_of(outcome, rows, np.asarray(known, np.intp), doubt)
+        if len(drafts.row):
+            self._count(drafts)
+            shown[drafts.proposer] = True
 
-    def _count(
-        self, row: Array, proposer: Array, channel: Array, accepted: Array, seen: Array
-    ) -> None:
+    def _count(self, drafts: Drafts) -> None:
+        """Add drafts to every table."""
+        row, proposer, accepted = drafts.row, drafts.proposer, drafts.accepted
+        channel = channel_of(proposer, drafts.match_tokens)
         place = np.arange(self.k_max)
-        at_risk = place < np.minimum(accepted + 1, seen)[:, None]
-        failed = (accepted < seen) & (accepted < self.k_max)
+        at_risk = place < np.minimum(accepted + 1, drafts.seen)[:, None]
+        failed = drafts.share * ((accepted < drafts.seen) & (accepted < self.k_max))
         hazard = np.where(at_risk, self.hazard[channel], 0.0)
         before = np.cumsum(hazard, axis=1) - hazard
         task = self._request_task[row]

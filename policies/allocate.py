@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from parlay.policies.calibration import calibrated
 from parlay.policies.types import (
     DRAFT_MODEL,
     MEDUSA,
@@ -237,10 +238,7 @@ def _verify(
 
 def _calibrated(plan: Plan, proposer: Array, confidence: Array) -> Array:
     """Return confidences [rows, K] as acceptance probabilities in [0, 1]; nan stays nan."""
-    confidence = np.clip(confidence, 0.0, 1.0)
     if plan.calibration is None:
-        return confidence
-    inside = np.clip(confidence, 1e-6, 1 - 1e-6)
+        return np.clip(confidence, 0.0, 1.0)
     slope, offset = plan.calibration[proposer].T[:, :, None]
-    odds: Array = slope * np.log(inside / (1 - inside)) + offset
-    return 1.0 / (1.0 + np.exp(-odds))
+    return calibrated(confidence, slope, offset)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parlay.policies.acceptance import Acceptance
+from parlay.policies.calibration import Calibration, calibrated
 from parlay.policies.cost import StepTime
 from parlay.policies.explore import Explorer
 from parlay.policies.policy import EngineLimits, register
@@ -28,6 +29,8 @@ from parlay.policies.types import (
     Plan,
     Reason,
     StepOutcome,
+    StopKind,
+    StopRule,
     TaskDefaults,
 )
 
@@ -60,6 +63,7 @@ class Goodput:
     def __init__(self, settings: GoodputSettings, limits: EngineLimits) -> None:
         self.limits = limits
         self.acceptance = Acceptance(max(1, min(settings.k_max, limits.k_max)))
+        self.calibration = Calibration()
         self.step_time = StepTime()
         self.explorer = Explorer(limits)
         self._ms_per_token = 0.0
@@ -84,7 +88,8 @@ class Goodput:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from one finished step."""
-        shown = self.acceptance.observe(outcome)
+        self.calibration.observe(outcome)
+        shown = self.acceptance.observe(outcome, self._doubt(outcome))
         self.step_time.observe(outcome, self._caught_up(outcome))
         self.explorer.observe(shown, outcome.step_ms)
 
@@ -105,6 +110,23 @@ class Goodput:
             token_ms,
             behind * (catch_up / _DWELL_STEPS),
         )
+
+    def _doubt(self, outcome: StepOutcome) -> Array:
+        """Return P(reject) f64 [rows] of the place where a confidence ended a draft, else nan."""
+        place = outcome.drafted_k.astype(np.intp)
+        short = (outcome.proposer == DRAFT_MODEL) & (place < outcome.requested_k)
+        short &= place < outcome.confidences.shape[1]
+        row = np.flatnonzero(short)
+        doubt = np.full(len(outcome), np.nan)
+        slope, offset = self.calibration.coefficients()[DRAFT_MODEL]
+        doubt[row] = 1.0 - calibrated(outcome.confidences[row, place[row]], slope, offset)
+        return doubt
+
+    def _stop_rule(self, best: Allocation) -> StopRule:
+        """End a draft where its next token is worth less than its verification costs."""
+        if not self.calibration.trusted or best.ms_per_token <= 0.0:
+            return StopRule()
+        return StopRule(StopKind.SURVIVAL, min(best.price_ms / best.ms_per_token, 1.0))
 
     def _caught_up(self, outcome: StepOutcome) -> float:
         """Return how many tokens of KV the draft model caught up in the step."""
@@ -141,6 +163,8 @@ class Goodput:
             marginal_token_price_ms=best.price_ms,
             draft_token_price_ms=costs.token_ms.astype(np.float32),
             budget_tokens=int(chosen.k.sum()) if padded else NO_BUDGET,
+            stop_rule=StopRule() if explored.any() else self._stop_rule(best),
+            calibration=self.calibration.coefficients(),
             step_id=view.step_id,
             state_version=self.acceptance.version,
             policy_version=_VERSION,
@@ -152,6 +176,7 @@ class Goodput:
             "acceptance": self.acceptance.state(),
             "cost": self.step_time.state(),
             "explore": self.explorer.state(),
+            "calibration": self.calibration.state(),
         }
         flat = {f"{part}.{key}": value for part, of in parts.items() for key, value in of.items()}
         flat["ms_per_token"] = np.asarray(self._ms_per_token)
@@ -167,6 +192,7 @@ class Goodput:
             ("acceptance", self.acceptance),
             ("cost", self.step_time),
             ("explore", self.explorer),
+            ("calibration", self.calibration),
         ):
             head = f"{part}."
             owner.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})

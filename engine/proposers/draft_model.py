@@ -20,7 +20,8 @@ from parlay.engine.models import Llama
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
 from parlay.engine.verify import DraftLaw
-from parlay.policies.types import Array, StopKind, StopRule
+from parlay.policies.calibration import calibrated
+from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class DraftModelProposer:
         self.attention = SdpaAttention(cache, model.config.heads)
         self._host_ids = ids.cpu().numpy()
 
-    def propose(self, batch: Batch, rows: Array, k: Array, stop: StopRule) -> DraftRun:
+    def propose(self, batch: Batch, rows: Array, k: Array, plan: Plan | None) -> DraftRun:
         """Draft up to k[row] tokens for each batch row of `rows`."""
         deepest = np.argsort(-k[rows], kind="stable")
         order = rows[deepest]
@@ -58,6 +59,7 @@ class DraftModelProposer:
         law = DraftLaw(
             {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids
         )
+        stop = plan.stop_rule if plan else StopRule()
         reach, alive = np.ones(len(order)), np.arange(len(order))
         passes = 0
         for place in range(depth):
@@ -65,15 +67,16 @@ class DraftModelProposer:
             if not len(alive):
                 break
             logits = self._read(batch, [requests[i] for i in alive], guess[alive, :place])
-            chosen, peak = self._choose(logits, requests, alive, place, law)
+            chosen, peak, own = self._choose(logits, requests, alive, place, law)
             passes += 1
-            reach[alive] *= peak
+            reach[alive] *= _estimate(plan, peak)
+            confidence[alive, place] = peak
             go = _keeps_drafting(stop, reach[alive], logits, place)
-            alive, chosen, peak = alive[go], chosen[go], peak[go]
-            guess[alive, place], confidence[alive, place] = chosen, peak
+            alive, chosen, own = alive[go], chosen[go], own[go]
+            guess[alive, place] = chosen
             if stop.kind is StopKind.PROBABILITY:
                 # The token that falls below the threshold is kept; drafting ends behind it.
-                alive = alive[peak >= stop.threshold]
+                alive = alive[own >= stop.threshold]
         back = np.argsort(deepest)
         guess, confidence = guess[back], confidence[back]
         return DraftRun((guess >= 0).sum(1).astype(np.int32), guess, confidence, passes, law)
@@ -98,9 +101,10 @@ class DraftModelProposer:
 
     def _choose(
         self, logits: Tensor, requests: Sequence[Request], alive: Array, place: int, law: DraftLaw
-    ) -> tuple[Array, Array]:
-        """Return the token ids of rows `alive` of `requests`, and their largest probabilities."""
-        peak, best = torch.softmax(logits.float(), -1).max(-1)
+    ) -> tuple[Array, Array, Array]:
+        """Return rows `alive`'s token ids, their laws' largest probability, and the token's own."""
+        p = torch.softmax(logits.float(), -1)
+        peak, best = p.max(-1)
         choice = best.cpu().numpy()
         live = [requests[row] for row in alive]
         drawn = [i for i, r in enumerate(live) if r.sampling.mode is not SampleMode.GREEDY]
@@ -112,7 +116,8 @@ class DraftModelProposer:
                 laws = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
                 laws[torch.from_numpy(alive[drawn]).to(q.device)] = q
                 law.law.append(laws)
-        return self._host_ids[choice], peak.cpu().numpy()
+        own = p[torch.arange(len(live)), torch.from_numpy(choice).to(p.device)]
+        return self._host_ids[choice], peak.cpu().numpy(), own.cpu().numpy()
 
     def _key(self, request: Request, place: int) -> int:
         """Return the key of a draft's draw: the target's own where the two are coupled."""
@@ -126,10 +131,18 @@ def _is_sampled(request: Request) -> bool:
     return request.sampling.mode is SampleMode.REJECTION
 
 
+def _estimate(plan: Plan | None, peak: Array) -> Array:
+    """Return what the plan thinks of places whose likeliest token has probability `peak`."""
+    if plan is None or plan.calibration is None:
+        return peak
+    slope, offset = plan.calibration[Proposer.DRAFT_MODEL]
+    return calibrated(peak, float(slope), float(offset))
+
+
 def _keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
     """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
     keep: Array = np.ones(len(reach), bool)
-    if place > 0 and stop.kind is StopKind.SURVIVAL:
+    if stop.kind is StopKind.SURVIVAL:
         keep = np.greater_equal(reach, stop.threshold)
     elif place > 0 and stop.kind is StopKind.ENTROPY:
         entropy = torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1).cpu().numpy()

@@ -95,6 +95,8 @@ def test_stop_rules_stop_where_they_say(kind: StopKind) -> None:
         for row in np.flatnonzero(outcome.drafted_k):
             kept = outcome.confidences[row, : outcome.drafted_k[row]]
             if kind is StopKind.SURVIVAL:
-                assert np.all(np.cumprod(kept)[1:] >= threshold)
+                assert np.all(np.cumprod(kept) >= threshold)
+                considered = outcome.confidences[row][np.isfinite(outcome.confidences[row])]
+                assert len(considered) == len(kept) or np.prod(considered) < threshold
             if kind is StopKind.PROBABILITY:
                 assert np.all(kept[:-1] >= threshold)

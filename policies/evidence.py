@@ -1,0 +1,55 @@
+"""What a step showed of each proposer: verified drafts, shadow rows and stopped drafts alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from parlay.policies.types import PROPOSERS, Array, ShadowKind, StepOutcome
+
+
+@dataclass(slots=True)
+class Drafts:
+    """What one draft showed, a row each.
+
+    row: of the caller's table of requests; proposer; match_tokens; accepted, how many tokens held;
+    seen, how many positions could be observed; share f64, how much of a rejection its failure is
+    (below 1 where a stopped draft stands on the drafter's own estimate).
+    """
+
+    row: Array
+    proposer: Array
+    match_tokens: Array
+    accepted: Array
+    seen: Array
+    share: Array
+
+
+def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | None) -> Drafts:
+    """Collect the drafts of a step.
+
+    rows, shadows i64: the caller's row of each row of the outcome and of its shadow, -1 unknown.
+    doubt f64 [rows]: P(reject) of the place where a draft was stopped short, nan elsewhere.
+    """
+    miss = np.full(len(outcome), np.nan) if doubt is None else doubt
+    stopped = np.isfinite(miss) & (outcome.accepted == outcome.verified_k)
+    verified = outcome.verified_k + stopped
+    used = np.flatnonzero((verified > 0) & (outcome.proposer > 0))
+    shadow = outcome.shadow
+    match = np.flatnonzero((shadow.kind == ShadowKind.MATCH) & (shadow.observed > 0))
+    row = np.concatenate([rows[used], shadows[match]])
+    proposer = np.concatenate([outcome.proposer[used], shadow.proposer[match]]).astype(np.intp)
+    keep = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
+
+    def both(mine: Array, shadowed: Array) -> Array:
+        return np.concatenate([mine[used], shadowed[match]])[keep]
+
+    return Drafts(
+        row=row[keep],
+        proposer=proposer[keep],
+        match_tokens=both(outcome.match_tokens, shadow.match_tokens),
+        accepted=both(outcome.accepted, shadow.matched).astype(np.int64),
+        seen=both(verified, shadow.observed).astype(np.int64),
+        share=both(np.where(stopped, miss, 1.0), np.ones(len(shadow))),
+    )

@@ -1,0 +1,127 @@
+"""Confidences become acceptance, and a draft that they stop leaves the hazards unbiased."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from parlay.policies.acceptance import Acceptance
+from parlay.policies.calibration import Calibration, calibrated, log_odds
+from parlay.policies.policy import EngineLimits, make_policy
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    Array,
+    BatchView,
+    PlanSource,
+    StepOutcome,
+    StopKind,
+    no_shadows,
+)
+
+SLOPE, OFFSET = 1.4, 0.6
+ROWS, K = 16, 4
+
+
+def outcome_of(
+    rng: np.random.Generator, step: int, threshold: float, k: int = K
+) -> tuple[StepOutcome, Array]:
+    """Draft k tokens a row, confidences uniform, stopping where the estimated reach falls below
+    threshold; return the outcome and the true P(reject) of the place that stopped it, nan none.
+    """
+    confidence = rng.uniform(0.05, 0.95, (ROWS, k)).astype(np.float32)
+    chance = calibrated(confidence, SLOPE, OFFSET)
+    go = np.cumprod(chance, axis=1) >= threshold
+    drafted = np.where(go.all(1), k, (~go).argmax(1))
+    held = np.cumprod(rng.random((ROWS, k)) < chance, axis=1).sum(1)
+    seen = np.arange(k) <= drafted[:, None]
+    doubt = np.full(ROWS, np.nan)
+    short = np.flatnonzero(drafted < k)
+    doubt[short] = 1.0 - chance[short, drafted[short]]
+    accepted = np.minimum(held, drafted)
+    outcome = StepOutcome(
+        request_id=np.arange(ROWS, dtype=np.uint64),
+        task=np.zeros(ROWS, np.uint32),
+        proposer=np.full(ROWS, DRAFT_MODEL, np.uint8),
+        requested_k=np.full(ROWS, k, np.int16),
+        drafted_k=drafted.astype(np.int16),
+        verified_k=drafted.astype(np.int16),
+        accepted=accepted.astype(np.int16),
+        emitted=(accepted + 1).astype(np.int16),
+        match_tokens=np.zeros(ROWS, np.int32),
+        truncated_by=np.zeros(ROWS, np.uint8),
+        plan_source=np.full(ROWS, int(PlanSource.LOCAL), np.uint8),
+        plan_step_id=np.full(ROWS, step, np.uint64),
+        confidences=np.where(seen, confidence, np.nan).astype(np.float32),
+        shadow=no_shadows(),
+        step_id=step,
+        padded_tokens=ROWS + int(drafted.sum()),
+        verify_ms=10.0 + 0.5 * float(drafted.sum()),
+        step_ms=12.0 + 0.5 * float(drafted.sum()),
+        draft_depth=k,
+    )
+    return outcome, doubt
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+def test_slope_and_offset_are_found_whether_or_not_drafts_are_stopped(threshold: float) -> None:
+    rng, calibration = np.random.default_rng(1), Calibration()
+    for step in range(300):
+        calibration.observe(outcome_of(rng, step, threshold)[0])
+    slope, offset = calibration.coefficients()[DRAFT_MODEL]
+    grid = np.linspace(0.05, 0.95, 19)
+    error = np.abs(calibrated(grid, slope, offset) - calibrated(grid, SLOPE, OFFSET))
+    assert error.max() < 0.08
+    assert calibration.trusted
+
+
+def test_stopped_drafts_leave_the_hazards_as_they_are_without_stopping() -> None:
+    def hazards(threshold: float, told: bool) -> Array:
+        rng, acceptance = np.random.default_rng(2), Acceptance(K)
+        for step in range(400):
+            outcome, doubt = outcome_of(rng, step, threshold)
+            acceptance.observe(outcome, doubt if told else None)
+        rows = acceptance.rows_of(np.arange(ROWS, dtype=np.uint64), np.zeros(ROWS, np.uint32))
+        return acceptance.survival(acceptance.frailty(rows), np.zeros(ROWS))[:, DRAFT_MODEL].mean(0)
+
+    plain, stopped, naive = hazards(0.0, False), hazards(0.45, True), hazards(0.45, False)
+    assert stopped[:2] == pytest.approx(plain[:2], abs=0.05)
+    assert naive[0] > plain[0] + 0.1, "ignoring why a draft was stopped must show"
+
+
+def test_nan_stays_nan_and_certainty_stays_finite() -> None:
+    assert np.isnan(calibrated(np.array([np.nan]), 1.0, 0.0)).all()
+    assert np.isfinite(log_odds(np.array([0.0, 1.0]))).all()
+
+
+def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs() -> None:
+    limits = EngineLimits(0b0101, K)
+    policy, rng = make_policy("goodput", {}, limits), np.random.default_rng(3)
+    view = BatchView(
+        request_id=np.arange(ROWS, dtype=np.uint64),
+        task=np.zeros(ROWS, np.uint32),
+        context_tokens=np.full(ROWS, 100, np.int32),
+        output_tokens=np.full(ROWS, 50, np.int32),
+        prefill_tokens=np.zeros(ROWS, np.int32),
+        temperature=np.zeros(ROWS, np.float32),
+        max_k=np.full(ROWS, K, np.int32),
+        proposer_mask=np.full(ROWS, 0b0101, np.uint8),
+        tpot_target_ms=np.full(ROWS, np.nan, np.float32),
+        recent_accept=np.ones(ROWS, np.float32),
+        match_tokens=np.zeros(ROWS, np.int32),
+        draft_kv_lag=np.ones(ROWS, np.int32),
+        seeded=np.zeros(ROWS, bool),
+        running=ROWS,
+        kv_tokens=1600,
+    )
+    assert policy.decide(view).stop_rule.kind is StopKind.NONE, "nothing is known yet"
+    for step in range(60):
+        view.step_id = step
+        plan = policy.decide(view)
+        policy.observe(outcome_of(rng, step, 0.0)[0])
+    assert plan.stop_rule.kind is StopKind.SURVIVAL
+    assert 0.0 < plan.stop_rule.threshold < 1.0
+    threshold = plan.marginal_token_price_ms / plan.token_value_ms
+    assert plan.stop_rule.threshold == pytest.approx(threshold)
+    again = make_policy("goodput", {}, limits)
+    again.load(policy.state())
+    assert again.decide(view).stop_rule == policy.decide(view).stop_rule
