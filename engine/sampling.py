@@ -51,8 +51,8 @@ def draw_key(request_key: int, position: int, purpose: Purpose) -> int:
 
 
 def uniform(key: int) -> float:
-    """Return the key's own uniform number in (0, 1), of 53 bits."""
-    return ((mix64(key) >> 11) + 0.5) * 2.0**-53
+    """Return the key's own uniform number in (0, 1), of 52 bits: a 53rd would round up to 1."""
+    return ((mix64(key) >> 12) + 0.5) * 2.0**-52
 
 
 def _signed(value: int) -> int:
@@ -75,13 +75,15 @@ def exponentials(keys: Sequence[int], ids: Tensor) -> Tensor:
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     x = x ^ _shift(x, 31)
-    return -torch.log((_shift(x, 11).double() + 0.5) * 2.0**-53)
+    return -torch.log((_shift(x, 12).double() + 0.5) * 2.0**-52)
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return float64 [rows, vocab]: each row's law after temperature (> 0), top-k and top-p."""
     scale = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
-    scaled = logits.double() / scale[:, None]
+    # Differences from the largest: a temperature near 0 makes them -inf, never inf - inf.
+    exact = logits.double()
+    scaled = (exact - exact.amax(-1, keepdim=True)) / scale[:, None]
     if any(p.top_k or p.top_p < 1.0 for p in params):
         scaled = _filtered(scaled, params)
     return torch.softmax(scaled, -1)
@@ -91,8 +93,10 @@ def _filtered(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Hide what top-k and top-p exclude; ties at the edge stay in by token id."""
     vocab, device = scaled.shape[-1], scaled.device
     order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([p.top_k or vocab for p in params], device=device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=device)[:, None]
+    # Off is inf: a row beside one with top-p must not lose its tail where sums round up to 1.
+    mass = [p.top_p if p.top_p < 1.0 else float("inf") for p in params]
+    top_p = torch.tensor(mass, dtype=torch.float64, device=device)[:, None]
     beyond = torch.arange(vocab, device=device) >= top_k
     law = torch.softmax(order.values.masked_fill(beyond, float("-inf")), -1)
     # A token stays while the mass before it is below top_p: the first always does.

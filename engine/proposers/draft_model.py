@@ -120,11 +120,15 @@ class DraftModelProposer:
         return self._host_ids[choice], peak.cpu().numpy(), own.cpu().numpy()
 
     def _key(self, request: Request, place: int) -> int:
-        """Return the key of a draft's draw: the target's own where the two are coupled."""
-        coupled = request.sampling.mode is SampleMode.COUPLED
-        purpose = Purpose.COUPLED if coupled else Purpose.DRAFT
-        position = request.output_tokens + place
-        return draw_key(request_key(request, self.engine_seed), position, purpose)
+        """Return the key of a draft's draw: the target's own where the two are coupled.
+
+        Else it names the step too: policies see what a rejected run did, so that its noise, drawn
+        again, would let k depend on the tokens that it admits.
+        """
+        key, start = request_key(request, self.engine_seed), request.output_tokens
+        if request.sampling.mode is SampleMode.COUPLED:
+            return draw_key(key, start + place, Purpose.COUPLED)
+        return draw_key(draw_key(key, start, Purpose.DRAFT), place, Purpose.DRAFT)
 
 
 def _is_sampled(request: Request) -> bool:
