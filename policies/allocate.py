@@ -55,7 +55,7 @@ def fit_plan(
     if survival is not None and np.isfinite(plan.token_value_ms):
         _decide_again(plan, view, index, fit, survival)
     _clip(view, fit)
-    chosen = None if survival is None else _of_chosen(survival, fit.proposer)
+    chosen = None if survival is None else _of_chosen(survival, fit)
     if chosen is not None and len(view.bucket_edges):
         _fill_bucket(plan, view, fit, chosen)
     if plan.budget_tokens != NO_BUDGET and fit.k.sum() > plan.budget_tokens:
@@ -117,7 +117,7 @@ def _as_planned(plan: Plan, view: BatchView, index: Array, follows: Array) -> Fi
         fit.shadow = follows & plan.shadow[index]
         fit.propensity = np.where(follows, plan.propensity[index], 1.0).astype(np.float32)
         fit.reason = np.where(follows, plan.reason[index], 0).astype(np.uint8)
-    if plan.defaults is not None and not follows.all():
+    if plan.defaults is not None and len(plan.defaults.task) and not follows.all():
         new = np.flatnonzero(~follows)
         tasks = plan.defaults.task
         same = view.task[new][:, None] == tasks
@@ -126,6 +126,7 @@ def _as_planned(plan: Plan, view: BatchView, index: Array, follows: Array) -> Fi
         row = same.argmax(axis=1)[found]
         fit.proposer[new[found]] = plan.defaults.proposer[row]
         fit.k[new[found]] = plan.defaults.k[row]
+    fit.proposer[fit.proposer >= PROPOSERS] = NONE
     return fit
 
 
@@ -184,10 +185,11 @@ def _clip(view: BatchView, fit: Fitted) -> None:
         fit.reason[lost] = np.where(no_match[lost], _NO_MATCH, _NOT_ALLOWED)
 
 
-def _of_chosen(survival: Array, proposer: Array) -> Array:
-    """Return [rows, K]: the survival of each row's own proposer."""
-    chosen: Array = survival[np.arange(len(proposer)), proposer]
-    return chosen
+def _of_chosen(survival: Array, fit: Fitted) -> Array:
+    """Return [rows, K]: the survival of each row's own proposer, the last repeated up to its k."""
+    chosen: Array = survival[np.arange(len(fit.k)), fit.proposer]
+    beyond = int(fit.k.max(initial=0)) - chosen.shape[1]
+    return chosen if beyond <= 0 else np.pad(chosen, ((0, 0), (0, beyond)), "edge")
 
 
 def _fill_bucket(plan: Plan, view: BatchView, fit: Fitted, survival: Array) -> None:
@@ -228,7 +230,8 @@ def _verify(
     if confidences is None:
         return keep_top(planned, drafted, plan.budget_tokens)
     before = np.concatenate([np.ones((len(drafted), 1)), planned[:, :-1]], axis=1)
-    step = np.divide(planned, before, out=np.ones_like(planned), where=before > 0)
+    # At most 1: were a row to rise, a later confidence could admit an earlier token.
+    step = np.divide(planned, before, out=np.ones_like(planned), where=before > planned)
     seen = np.full((len(drafted), depth), np.nan)
     seen[:, : confidences.shape[1]] = confidences[:, :depth]
     seen = _calibrated(plan, fit.proposer, seen)

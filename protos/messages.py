@@ -215,7 +215,7 @@ def _read_survival(message: Any, read: c.Read, rows: int) -> Array | None:
     if not message.HasField("survival"):
         return None
     part = message.survival
-    depth = _at_most("k_columns", part.k_columns, K_LIMIT)
+    depth = _depth(part)
     mask = _at_most("survival's proposer_mask", part.proposer_mask, (1 << PROPOSERS) - 1)
     there = np.flatnonzero(mask >> np.arange(PROPOSERS) & 1)
     survival = np.zeros((rows, PROPOSERS, depth), np.float32)
@@ -228,7 +228,11 @@ def _read_match(message: Any, read: c.Read, rows: int) -> tuple[Array | None, Ar
     if not message.HasField("match_model"):
         return None, None
     part = message.match_model
-    depth = _at_most("k_columns", part.k_columns, K_LIMIT)
+    depth = _depth(part)
+    if message.HasField("survival") and depth != message.survival.k_columns:
+        raise ValueError(
+            f"match_model has {depth} k_columns, but survival has {message.survival.k_columns}"
+        )
     hazard = read(part, c.HAZARD, MATCH_BUCKETS * depth).reshape(MATCH_BUCKETS, depth)
     return hazard, read(part, c.FRAILTY, rows)
 
@@ -255,6 +259,12 @@ def _read_calibration(message: Any, read: c.Read) -> Array | None:
     part = message.calibration
     slope, offset = read(part, c.SLOPE, PROPOSERS), read(part, c.OFFSET, PROPOSERS)
     return np.stack([slope, offset], axis=1)
+
+
+def _depth(message: Any) -> int:
+    if not message.k_columns:
+        raise ValueError("k_columns must be at least 1")
+    return _at_most("k_columns", message.k_columns, K_LIMIT)
 
 
 def _rows(message: Any, limit: int) -> int:

@@ -261,3 +261,34 @@ def test_verifying_ranks_by_calibrated_confidence_before_the_draw() -> None:
     flat = np.zeros((PROPOSERS, 2), np.float32)
     calibrated = dataclasses.replace(tight, calibration=flat)
     assert fit_plan(calibrated, view, np.array([3, 3]), confidences).verify_k.tolist() == [2, 2]
+
+
+def test_plans_that_make_no_sense_are_survived() -> None:
+    view = view_of([1, 2])
+    lost = plan_of([8, 9], [NGRAM, NGRAM], [3, 3])
+    empty = TaskDefaults(np.zeros(0, np.uint32), np.zeros(0, np.uint8), np.zeros(0, np.int16))
+    assert fit_plan(dataclasses.replace(lost, defaults=empty), view).k.tolist() == [0, 0]
+    unknown = priced_plan([1, 2], 5, [PROPOSERS, 200], [3, -3])
+    assert fit_plan(unknown, view).k.tolist() == [0, 0]
+    deeper = priced_plan([1, 2], 5, [NGRAM, DRAFT_MODEL], [K + 3, K + 5])
+    assert fit_plan(deeper, view).k.tolist() == [K + 3, K + 5]
+    few = fit_plan(dataclasses.replace(deeper, budget_tokens=9), view)
+    assert few.k.sum() == 9
+    drafted = np.array([K + 3, K + 5])
+    confidences = np.full((2, K + 5), 0.5, np.float32)
+    cut = fit_plan(dataclasses.replace(deeper, budget_tokens=9), view, drafted, confidences)
+    assert cut.verify_k.sum() == 9
+
+
+@pytest.mark.parametrize("late", [0.01, 0.99])
+def test_a_later_confidence_admits_no_token_though_the_plan_rises(late: float) -> None:
+    plan = priced_plan([1, 2], 5, [DRAFT_MODEL, DRAFT_MODEL], [3, 3])
+    assert plan.survival is not None
+    plan.survival[:, DRAFT_MODEL] = 0.5
+    plan.survival[0, DRAFT_MODEL, 0] = 0.3
+    plan.survival[0, DRAFT_MODEL, 1:] = 0.9
+    plan.budget_tokens = 2
+    confidences = np.full((2, 3), np.nan, np.float32)
+    confidences[0, 2] = late
+    fit = fit_plan(plan, view_of([1, 2]), np.array([3, 3]), confidences)
+    assert fit.verify_k.tolist() == [0, 2]

@@ -402,6 +402,20 @@ def test_a_plan_that_would_hurt_the_engine_is_refused() -> None:
         codec.encode_response(plan)
 
 
+def test_a_plan_whose_depths_do_not_fit_is_refused() -> None:
+    plan = random_plan(np.random.default_rng(1), 4)
+    plan.survival = np.full((4, PROPOSERS, 6), 0.5, np.float32)
+    plan.match_hazard = np.full((len(MATCH_EDGES) + 1, 5), 0.5, np.float32)
+    plan.match_frailty = np.ones(4, np.float32)
+    refusal = refused(codec.encode_decision(plan), codec.decode_decision)
+    assert refusal == "match_model has 5 k_columns, but survival has 6"
+    for depths in ((0, 6), (6, 0), (0, 0)):
+        plan.survival = np.ones((4, PROPOSERS, depths[0]), np.float32)
+        plan.match_hazard = np.ones((len(MATCH_EDGES) + 1, depths[1]), np.float32)
+        refusal = refused(codec.encode_decision(plan), codec.decode_decision)
+        assert "k_columns" in refusal
+
+
 def test_budget_zero_is_not_no_budget() -> None:
     plan = random_plan(np.random.default_rng(1), 4)
     for budget in (0, NO_BUDGET, 7):
