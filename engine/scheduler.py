@@ -70,11 +70,10 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
             request = self.waiting[0]
             chunk = min(request.pending, budget)
-            # One spare block a running request keeps admission from preempting at once.
-            if (
-                self.target.blocks_for(chunk) + len(self.running) > self.target.free
-                and self.running
-            ):
+            # All of it must fit, not this chunk, with a spare block a running request: what is
+            # preempted before it yields a token was computed for nothing.
+            need = self.target.blocks_for(request.pending) + len(self.running)
+            if self.running and need > self.target.free:
                 break
             self.target.reserve(request.request_id, request.computed + chunk)
             self.waiting.popleft()

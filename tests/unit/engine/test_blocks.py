@@ -118,3 +118,19 @@ def test_output_is_the_same_with_and_without_pressure(blocks: int) -> None:
 def test_a_cache_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         BlockCache(0, 16)
+
+
+def test_a_prompt_that_does_not_fit_waits_instead_of_being_computed_again_and_again() -> None:
+    config = EngineConfig(block_tokens=16, target_blocks=20, token_budget=64)
+    backend = VirtualBackend(Hazards({"t": TASK}), engine=EngineLimits(0b0111, 8, (), 64))
+    engine = Engine(backend, LocalPlanner(RandomPolicy(1)), config)
+    task = SpeculationParams(task="t")
+    first = engine.add(list(range(100)), SamplingParams(max_tokens=150), task)
+    second = engine.add(list(range(200)), SamplingParams(max_tokens=20), task)
+    computed = 0
+    while engine.has_work:
+        outcome = engine.step()
+        assert outcome is not None
+        computed += outcome.prefill_tokens
+    assert computed == 300
+    assert (first.preemptions, second.preemptions) == (0, 0)
