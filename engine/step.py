@@ -65,7 +65,7 @@ class Engine:
     ) -> Request:
         """Queue a prompt of token ids; raises ValueError where it is empty or does not fit."""
         positions, sampling = self.config.positions, sampling or SamplingParams()
-        if not prompt:
+        if not len(prompt):
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) >= positions:
             raise ValueError(
@@ -115,8 +115,10 @@ class Engine:
         outcome = outcome_of(view, plan, source, fit, drafts, verified, committed, shadow, step_ms)
         self.planner.observe(outcome)
         self.step_id += 1
-        self._deliver(batch, committed)
-        self._idle = not self.has_work
+        try:
+            self._deliver(batch, committed)
+        finally:
+            self._idle = not self.has_work
         return outcome
 
     def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:
@@ -144,7 +146,18 @@ class Engine:
                 batch.draft.truncate(request.request_id, request.draft_computed)
 
     def _deliver(self, batch: Batch, committed: Committed) -> None:
-        """Hand the new tokens out, last of all: a callback may abort or add requests."""
+        """Hand the new tokens out, last of all: a callback may abort or add requests.
+
+        One that raises ends its own request; the error is raised once the others have their tokens.
+        """
+        errors: list[Exception] = []
         for request, emitted in zip(batch.requests, committed.emitted, strict=True):
-            if emitted and request.on_tokens:
-                request.on_tokens(request, request.tokens[-emitted:])
+            aborted = request.finish_reason is FinishReason.ABORT
+            if emitted and request.on_tokens and not aborted:
+                try:
+                    request.on_tokens(request, request.tokens[-emitted:])
+                except Exception as error:
+                    self.abort(request)
+                    errors.append(error)
+        if errors:
+            raise errors[0]

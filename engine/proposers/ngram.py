@@ -81,10 +81,13 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """An index for every live request, brought up to date when it is asked."""
+    """An index for every live request, brought up to date when it is asked.
+
+    By request, not its id: engines that share a backend each count their ids from 1.
+    """
 
     def __init__(self) -> None:
-        self._indexes: dict[int, NgramIndex] = {}
+        self._indexes: dict[Request, NgramIndex] = {}
 
     def lookup(self, requests: Sequence[Request], depth: int) -> Lookup:
         """Return the guesses for requests whose every token but the last is computed."""
@@ -93,9 +96,9 @@ class NgramProposer:
         for row, request in enumerate(requests):
             if request.pending > 1:
                 continue
-            index = self._indexes.get(request.request_id)
+            index = self._indexes.get(request)
             if index is None:
-                index = self._indexes[request.request_id] = NgramIndex()
+                index = self._indexes[request] = NgramIndex()
             index.extend(request.tokens[len(index.tokens) :])
             match[row] = index.match_tokens
             if index.match_tokens:
@@ -104,4 +107,4 @@ class NgramProposer:
 
     def forget(self, request: Request) -> None:
         """Drop a request's index."""
-        self._indexes.pop(request.request_id, None)
+        self._indexes.pop(request, None)

@@ -64,3 +64,11 @@ def test_a_prompt_that_is_still_computed_offers_nothing() -> None:
     lookup = NgramProposer().lookup([Request(1, [5, 6, 5, 6], 4)], 3)
     assert lookup.match_tokens.tolist() == [0]
     assert lookup.tokens.tolist() == [[-1, -1, -1]]
+
+
+def test_requests_of_two_engines_with_the_same_id_do_not_share_an_index() -> None:
+    proposer = NgramProposer()
+    proposer.lookup([Request(1, [5, 6, 7, 5, 6], 5, computed=4)], 4)
+    lookup = proposer.lookup([Request(1, [8, 9, 8], 3, computed=2)], 2)
+    assert lookup.match_tokens.tolist() == [1]
+    assert lookup.tokens.tolist() == [[9, 8]]

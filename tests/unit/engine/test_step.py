@@ -204,3 +204,36 @@ def test_the_view_says_what_is_left() -> None:
     assert [int(v.max_k[0]) for v in watched.views] == [0, 0, 2]
     assert [int(v.prefill_tokens[0]) for v in watched.views] == [16, 13, 0]
     assert np.all(watched.views[-1].proposer_mask == 0b1111)
+
+
+def test_a_callback_that_raises_ends_its_own_request_only() -> None:
+    engine = make(SURE)
+    heard: list[int] = []
+
+    def gone(request: Request, tokens: list[int]) -> None:
+        raise OSError("client gone")
+
+    def hears(request: Request, tokens: list[int]) -> None:
+        heard.extend(tokens)
+
+    first = engine.add([1, 2, 3], SamplingParams(max_tokens=5), SPEAK, gone)
+    second = engine.add([1, 2, 3], SamplingParams(max_tokens=5), SPEAK, hears)
+    with pytest.raises(OSError, match="client gone"):
+        engine.step()
+    run(engine)
+    assert first.finish_reason is FinishReason.ABORT
+    assert heard == second.output
+    assert len(heard) == 5
+    assert engine.scheduler.target.free == engine.config.target_blocks
+
+
+def test_a_request_that_another_callback_aborts_hears_nothing_more() -> None:
+    engine = make(SURE)
+    heard: list[int] = []
+    engine.add([1, 2], SamplingParams(max_tokens=5), SPEAK, lambda *_: engine.abort(second))
+    second = engine.add(
+        [1, 2], SamplingParams(max_tokens=5), SPEAK, lambda _, tokens: heard.extend(tokens)
+    )
+    run(engine)
+    assert second.finish_reason is FinishReason.ABORT
+    assert heard == []
