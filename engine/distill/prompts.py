@@ -14,91 +14,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TOPICS = (
-    "photosynthesis", "the water cycle", "black holes", "the French Revolution", "machine learning",
-    "the stock market", "healthy eating", "yoga", "the Roman Empire", "electric cars", "coffee",
-    "the immune system", "volcanoes", "jazz music", "recycling", "time management", "chess",
-    "public speaking", "the human heart", "blockchain", "gardening", "climate change", "whales",
-    "the moon landing", "sleep", "remote work", "the printing press", "vaccines", "rainforests",
-    "meditation", "the theory of evolution", "budgeting", "solar power", "the Great Wall of China",
-    "learning a new language", "bees", "databases", "cooking rice", "the Renaissance", "earthquakes",
-    "friendship", "operating systems", "running a marathon", "impressionist painting", "gravity",
-    "job interviews", "the digestive system", "honey", "renewable energy", "computer viruses",
-    "the Silk Road", "antibiotics", "dinosaurs", "poetry", "tea", "inflation", "the ozone layer",
-    "cats", "digital photography", "democracy", "the periodic table", "online shopping", "bread",
-    "note taking", "DNA", "the Industrial Revolution", "swimming", "tides", "urban planning",
-    "sleeping better", "negotiation", "origami", "coral reefs", "the speed of light", "chocolate",
-    "airplanes", "leadership", "cloud computing", "the nervous system", "hiking", "glaciers",
-    "starting a small business", "data privacy", "ancient Egypt", "bicycles", "wind turbines",
-    "stress", "the violin", "satellites", "the solar system", "writing a novel", "penguins",
-    "fermentation", "robotics", "insurance", "the Olympic Games", "mental health", "bridges",
-    "credit scores", "lighthouses", "public libraries", "astronomy", "soil", "open source software",
-    "volunteering", "mushrooms", "quantum computing", "railways", "the Great Depression", "owls",
-    "interior design", "hydration", "clocks", "the brain", "pottery", "search engines", "deserts",
+from parlay.engine.distill.words import (
+    ASKS,
+    CITIES,
+    CODE_ASKS,
+    CODE_TASKS,
+    EDIT_CODE_ASKS,
+    EDIT_TEXT_ASKS,
+    GOODS,
+    NAMES,
+    TEXT_ASKS,
+    TOPICS,
 )
-ASKS = (
-    "Explain {t} to a ten-year-old.", "What are the main benefits of {t}?", "Write a short story about {t}.",
-    "Give me five interesting facts about {t}.", "What should a beginner know about {t}?",
-    "Write a short poem about {t}.", "What are common misconceptions about {t}?",
-    "Summarize the history of {t} in one paragraph.", "How does {t} affect everyday life?",
-    "Write a friendly email to a colleague about {t}.", "List the pros and cons of {t}.",
-    "I want to learn about {t}. Where should I start?", "Why is {t} important?",
-    "Compare {t} with {u}.", "Write an introduction for a blog post about {t}.",
-    "What are three questions an expert on {t} would ask?", "Describe {t} in simple terms.",
-    "Write a dialogue between a teacher and a student about {t}.", "Can you outline an essay about {t}?",
-    "Imagine a world without {t}. What would change?", "Give step-by-step advice on {t}.",
-    "What is the relationship between {t} and {u}?", "Write a product description related to {t}.",
-    "What are the latest challenges in {t}?", "Create a quiz with three questions about {t}.",
-    "Write a persuasive paragraph on why people should care about {t}.", "Define {t} and give an example.",
-    "Make a weekly plan for someone interested in {t}.", "What mistakes do people make with {t}?",
-    "Write a speech of about 100 words on {t}.", "Tell me something surprising about {t}.",
-    "How would you explain {t} to a visitor from the past?", "Write a letter to the editor about {t}.",
-    "Act as a travel guide and talk about {t}.", "Suggest a title and a plot for a film about {t}.",
-    "What skills are useful for {t}?", "Write a review of a book about {t}.",
-)
-CODE_TASKS = (
-    "reverses a linked list", "checks whether a string is a palindrome", "computes the n-th Fibonacci number",
-    "merges two sorted lists", "finds all prime numbers up to n", "counts word frequencies in a text",
-    "sorts a list with quicksort", "performs a binary search", "validates an email address",
-    "converts Celsius to Fahrenheit", "flattens a nested list", "computes the greatest common divisor",
-    "removes duplicates while keeping the order", "rotates a matrix by 90 degrees", "parses a CSV file",
-    "finds the longest common prefix", "transposes a matrix", "generates all permutations of a list",
-    "checks for balanced parentheses", "computes the factorial of a number", "implements a stack",
-    "implements a queue with two stacks", "finds the maximum subarray sum", "inverts a binary tree",
-    "computes the depth of a binary tree", "encodes a string with run-length encoding",
-    "decodes a Caesar cipher", "finds the two numbers that add up to a target", "counts vowels in a string",
-    "computes the moving average of a list", "groups words by their first letter", "reads a JSON file",
-    "downloads a file from a URL", "computes the edit distance of two strings", "finds the median of a list",
-    "checks if two strings are anagrams", "converts an integer to a Roman numeral",
-    "converts a binary string to an integer", "splits a list into chunks", "implements a least recently used cache",
-    "finds the intersection of two lists", "computes the dot product of two vectors", "sorts a dictionary by value",
-    "capitalizes every word of a sentence", "generates a random password", "finds the second largest number",
-    "computes compound interest", "checks whether a year is a leap year", "walks a directory tree",
-    "counts the lines of a file", "implements depth-first search", "implements breadth-first search",
-    "computes the power set of a set", "finds the mode of a list", "removes punctuation from a string",
-    "implements bubble sort", "implements merge sort", "computes the area of a polygon", "rounds to the nearest ten",
-    "finds missing numbers in a sequence", "converts seconds to hours, minutes and seconds",
-    "finds the shortest path in a graph", "implements a bank account class", "computes a checksum",
-    "interleaves two lists", "checks whether a number is prime", "finds the most common element",
-    "computes the standard deviation", "replaces tabs with spaces", "implements a simple calculator",
-    "filters even numbers", "sums the digits of a number", "validates a phone number", "parses a date string",
-    "implements a timer decorator", "zips two lists into a dictionary", "finds duplicates in a list",
-    "computes the Hamming distance", "implements a trie", "implements a min heap", "solves a quadratic equation",
-    "draws a triangle of stars", "converts snake case to camel case", "finds a substring without using find",
-    "implements a rate limiter", "retries a function with backoff", "computes the n-th triangular number",
-    "multiplies two matrices", "finds the longest word in a sentence", "truncates a string with an ellipsis",
-    "finds the closest pair of numbers", "checks if a list is sorted", "counts inversions", "partitions a list",
-)
-CODE_ASKS = (
-    "Write a Python function that {c}.", "Write a Python function that {c}. Include a docstring and an example.",
-    "Write a JavaScript function that {c}.", "Implement a function in Java that {c}.",
-    "Can you show me code that {c} and explain how it works?", "Write unit tests for a Python function that {c}.",
-    "Write a C++ program that {c}.", "Write a small Python class that {c}.",
-    "Complete the following Python function, which {c}:\n\n```python\ndef solve(",
-)
-NAMES = ("Maria", "Ahmed", "Chen", "Olga", "James", "Priya", "Lucas", "Fatima", "Noah", "Yuki", "Sofia", "Ivan")
-CITIES = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Toronto", "Cairo", "Dublin", "Osaka", "Prague")
-GOODS = ("notebook", "lamp", "keyboard", "backpack", "kettle", "chair", "monitor", "headphones", "desk", "mug")
 
 
 @dataclass(frozen=True)
@@ -139,10 +66,14 @@ def _library_paragraphs(rng: random.Random) -> list[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
-        for node in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]:
-            for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
-                if 200 <= len(paragraph) <= 900 and ">>>" not in paragraph:
-                    found.append(" ".join(paragraph.split()))
+        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        docs = [ast.get_docstring(tree), *map(ast.get_docstring, classes)]
+        found += [
+            " ".join(paragraph.split())
+            for doc in docs
+            for paragraph in (doc or "").split("\n\n")
+            if 200 <= len(paragraph) <= 900 and ">>>" not in paragraph
+        ]
     rng.shuffle(found)
     return found
 
@@ -150,8 +81,8 @@ def _library_paragraphs(rng: random.Random) -> list[str]:
 def _record(rng: random.Random) -> dict[str, object]:
     return {
         "id": rng.randrange(1000, 9999), "name": rng.choice(NAMES), "city": rng.choice(CITIES),
-        "item": rng.choice(GOODS), "quantity": rng.randrange(1, 9), "price": round(rng.uniform(3, 200), 2),
-        "paid": rng.random() < 0.5,
+        "item": rng.choice(GOODS), "quantity": rng.randrange(1, 9),
+        "price": round(rng.uniform(3, 200), 2), "paid": rng.random() < 0.5,
     }  # fmt: skip
 
 
@@ -159,8 +90,9 @@ def _log_lines(rng: random.Random, count: int) -> str:
     host, level = rng.choice(("api-1", "db-2", "worker-7")), ("INFO", "INFO", "WARN", "ERROR")
     what = ("request served", "cache miss", "retrying connection", "job finished", "slow query")
     return "\n".join(
-        f"2031-0{rng.randrange(1, 9)}-1{i % 10} 08:{10 + i}:{rng.randrange(10, 59)} {rng.choice(level)} {host} "
-        f"{rng.choice(what)} id={rng.randrange(100, 999)} ms={rng.randrange(2, 400)}"
+        f"2031-0{rng.randrange(1, 9)}-1{i % 10} 08:{10 + i}:{rng.randrange(10, 59)} "
+        f"{rng.choice(level)} {host} {rng.choice(what)} "
+        f"id={rng.randrange(100, 999)} ms={rng.randrange(2, 400)}"
         for i in range(count)
     )
 
@@ -186,20 +118,14 @@ def _code(rng: random.Random, functions: list[tuple[str, str, str]]) -> str:
 
 def _edit(rng: random.Random, functions: list[tuple[str, str, str]], paragraphs: list[str]) -> str:
     if rng.random() < 0.6:
-        ask = rng.choice((
-            "Add type hints to this function.", "Rename the first argument to `value`.", "Add comments to this code.",
-            "Remove the docstring.", "Make this function raise ValueError on bad input.", "Add logging.",
-        ))  # fmt: skip
+        ask = rng.choice(EDIT_CODE_ASKS)
         return f"{ask} Return the whole function.\n\n```python\n{rng.choice(functions)[0]}\n```"
-    ask = rng.choice((
-        "Fix any grammar mistakes in this text", "Rewrite this text in a friendlier tone", "Rewrite in the past tense",
-        "Replace every occurrence of 'the' by 'a' in this text",
-    ))  # fmt: skip
+    ask = rng.choice(EDIT_TEXT_ASKS)
     return f"{ask}:\n\n{rng.choice(paragraphs)}"
 
 
 def _text(rng: random.Random, paragraphs: list[str]) -> str:
-    ask = rng.choice(("Summarize this text", "What are the key points of this text?", "Shorten this to one sentence"))
+    ask = rng.choice(TEXT_ASKS)
     return f"{ask}\n\n{rng.choice(paragraphs)}"
 
 
@@ -207,11 +133,16 @@ def _data(rng: random.Random) -> str:
     kind = rng.random()
     rows = [_record(rng) for _ in range(rng.randrange(3, 6))]
     if kind < 0.35:
-        return "Continue this JSON array with more records:\n\n" + json.dumps(rows, indent=2)[:-2] + ","
+        array = json.dumps(rows, indent=2)[:-2]
+        return f"Continue this JSON array with more records:\n\n{array},"
     if kind < 0.65:
         return "Continue this log:\n\n" + _log_lines(rng, rng.randrange(5, 10))
-    text = " ".join(f"{r['name']} from {r['city']} ordered {r['quantity']} {r['item']} at {r['price']}." for r in rows)
-    return f"Extract the orders from this text as JSON with name, city, quantity, item and price:\n\n{text}"
+    orders = " ".join(
+        f"{r['name']} from {r['city']} ordered {r['quantity']} {r['item']} at {r['price']}."
+        for r in rows
+    )
+    ask = "Extract the orders from this text as JSON with name, city, quantity, item and price"
+    return f"{ask}:\n\n{orders}"
 
 
 SHARES = {"chat": 0.42, "code": 0.34, "edit": 0.1, "text": 0.06, "data": 0.08}

@@ -1,0 +1,175 @@
+"""The stages of distillation, each skipped where its result lies in the work folder."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from parlay.engine.distill.examples import read_shards
+from parlay.engine.distill.generate import Decoder, Job, answer
+from parlay.engine.distill.held_out import held_out_prompts
+from parlay.engine.distill.llama import body_of, target_of
+from parlay.engine.distill.measure import DEPTH, Drafter, by_task
+from parlay.engine.distill.prompts import Prompt, training_prompts
+from parlay.engine.distill.student import HEAD_ROWS, Student, frequent_ids, new_student
+from parlay.engine.distill.talk import talk_prompts
+from parlay.engine.distill.train import Progress as Stand
+from parlay.engine.distill.train import train
+from parlay.engine.draft_format import load_draft, read_card, save_draft
+from parlay.engine.tokenizer import load as load_tokenizer
+from parlay.engine.weights import default_model_dir, load_checkpoint
+
+LONGEST = 640  # tokens of a prompt and its answer
+TRAIN_NEW_TOKENS = 200
+MEASURE_NEW_TOKENS = 128
+GREEDY_SHARE = 0.5
+TEMPERATURES = (0.5, 0.7, 0.8, 1.0)
+TALK_SHARE = 0.4
+
+
+@dataclass
+class Settings:
+    """What to distil; minutes of training; model: a checkpoint's folder, none: the default."""
+
+    work: Path
+    seed: int
+    prompts: int
+    minutes: float
+    model: Path | None
+
+
+def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
+    """Run every stage, write the draft, and return its card."""
+    torch.set_num_threads(1)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    folder = settings.model or default_model_dir()
+    config, weights = load_checkpoint(folder)
+    taught = settings.work / f"answers-{settings.seed}"
+    jobs = _training_jobs(settings, folder)
+    with _bar(console, "answer prompts", len(jobs)) as bar:
+        answer(lambda: Decoder(config, weights, LONGEST), jobs, TRAIN_NEW_TOKENS, taught, bar.add)
+    target = target_of(config, weights, torch.bfloat16)
+    examples = list(read_shards(taught))
+    vocab = frequent_ids((e.ids[e.prompt :] for e in examples), HEAD_ROWS)
+    student = new_student(target, vocab)
+    with _bar(console, "train", 60 * settings.minutes) as bar:
+
+        def report(state: Stand) -> None:
+            bar.reach(state.used_s, f"loss {state.loss:.3f} agreed {state.agreed:.3f}")
+
+        checkpoint = settings.work / f"checkpoint-{settings.seed}.pt"
+        state = train(
+            student, target, examples, settings.minutes, settings.seed, checkpoint, report
+        )
+    card = {
+        "target": folder.name,
+        "seed": settings.seed,
+        "answer_tokens": sum(len(e.hidden) for e in examples),
+        "trained_tokens": state.tokens,
+        "steps": state.steps,
+    }
+    return finish(settings, student, target.embedding, card, out, console)
+
+
+def finish(
+    settings: Settings,
+    student: Student,
+    embedding: torch.Tensor,
+    card: dict[str, Any],
+    out: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """Write the draft, and again with its measured acceptance where there is data to measure on."""
+    config = student.body.config
+    save_draft(out, config, student.tensors(), student.vocab, embedding, card)
+    if "PARLAY_DATA" not in os.environ:
+        console.print("not measured: set PARLAY_DATA to the folder of public data, --measure-only")
+        return card
+    card = {**card, "accepted": measure(settings, out, console)["accepted"]}
+    save_draft(out, config, student.tensors(), student.vocab, embedding, card)
+    return card
+
+
+def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
+    """Measure the draft in a file on held-out prompts; print a table and return its figures."""
+    if "PARLAY_DATA" not in os.environ:
+        raise ValueError("measuring needs public prompts: set PARLAY_DATA to their folder")
+    torch.set_num_threads(1)
+    settings.work.mkdir(parents=True, exist_ok=True)
+    folder = settings.model or default_model_dir()
+    config, weights = load_checkpoint(folder)
+    embedding = weights["model.embed_tokens.weight"]
+    sizes, own, ids = load_draft(out, embedding)
+    drafter = Drafter(
+        body_of(sizes, own, torch.bfloat16), own["lm_head.weight"], ids, embedding.bfloat16()
+    )
+    held_out = settings.work / "held-out"
+    jobs = _jobs(folder, held_out_prompts(Path(os.environ["PARLAY_DATA"])))
+    with _bar(console, "answer held-out prompts", len(jobs)) as bar:
+        answer(
+            lambda: Decoder(config, weights, LONGEST), jobs, MEASURE_NEW_TOKENS, held_out, bar.add
+        )
+    texts = [(e.task, e.ids, e.prompt) for e in read_shards(held_out)]
+    with _bar(console, "draft at every position", len(texts)) as bar:
+        accepted = by_task(drafter, texts, bar.add)
+    table = Table("task", *(f"k={k}" for k in range(1, DEPTH + 1)), title="accepted tokens, mean")
+    for task, means in accepted.items():
+        table.add_row(task, *(f"{m:.2f}" for m in means))
+    Console().print(table)
+    return {**read_card(out), "accepted": accepted}
+
+
+def _training_jobs(settings: Settings, folder: Path) -> list[Job]:
+    """Mix prompts of every task with varied talk, the same for the same seed."""
+    talk = round(settings.prompts * TALK_SHARE)
+    prompts = [
+        *training_prompts(settings.prompts - talk, settings.seed),
+        *talk_prompts(talk, settings.seed),
+    ]
+    random.Random(settings.seed).shuffle(prompts)
+    return _jobs(folder, prompts, settings.seed)
+
+
+def _jobs(folder: Path, prompts: list[Prompt], seed: int | None = None) -> list[Job]:
+    """Make jobs of the prompts that are short enough; without a seed all are greedy."""
+    tokenizer = load_tokenizer(folder)
+    rng = random.Random(seed)
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
+        if len(ids) <= LONGEST - TRAIN_NEW_TOKENS - 1:
+            greedy = seed is None or rng.random() < GREEDY_SHARE
+            temperature = 0.0 if greedy else rng.choice(TEMPERATURES)
+            jobs.append(Job(prompt.task, ids, temperature, number))
+    return jobs
+
+
+class _Bar:
+    """One line of progress."""
+
+    def __init__(self, progress: Progress, what: str, total: float) -> None:
+        self.progress, self.what = progress, what
+        self.task = progress.add_task(what, total=total)
+
+    def add(self, count: int = 1) -> None:
+        self.progress.advance(self.task, count)
+
+    def reach(self, value: float, note: str) -> None:
+        self.progress.update(self.task, completed=value, description=f"{self.what}: {note}")
+
+
+@contextmanager
+def _bar(console: Console, what: str, total: float) -> Iterator[_Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, what, total)

@@ -1,0 +1,140 @@
+"""The file that a draft model is shipped in: int8 rows, a trimmed head, and its card.
+
+safetensors under Hugging Face's names. A matrix NAME is int8 [rows, columns] beside NAME.scale
+float16 [rows]; a vector is bfloat16. `vocab` int32 [head rows] is the target's token of each row of
+`lm_head.weight`. The draft reads the target's own embedding, so that one is not in the file, only
+its fingerprint. Metadata `draft`: JSON with version, config (sizes), target, target_embedding,
+card (how it was made and what it was measured at).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parlay.engine.model_config import ModelConfig
+
+FORMAT_VERSION = 1
+_MEND = "make it again with `parlay distill draft`"
+
+
+def save_draft(
+    path: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    ids: Tensor,
+    embedding: Tensor,
+    card: Mapping[str, Any],
+) -> None:
+    """Write a draft that reads `embedding`.
+
+    weights: Hugging Face's names, lm_head.weight trimmed to the rows that ids i64 [config.vocab]
+    names. card: JSON-able facts about it.
+    """
+    tensors: dict[str, Tensor] = {"vocab": ids.to(torch.int32)}
+    for name in _shapes(config):
+        w = weights[name].detach().float()
+        if w.dim() == 1:
+            tensors[name] = w.bfloat16()
+        else:
+            scale = (w.abs().amax(1) / 127).clamp_min(1e-6).half()
+            tensors[f"{name}.scale"] = scale
+            tensors[name] = (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+    header = {
+        "version": FORMAT_VERSION,
+        "config": dataclasses.asdict(config),
+        "target_embedding": fingerprint(embedding),
+        "card": dict(card),
+    }
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, {"draft": json.dumps(header, sort_keys=True)})
+    part.rename(path)
+
+
+def load_draft(path: Path, embedding: Tensor) -> tuple[ModelConfig, dict[str, Tensor], Tensor]:
+    """Read a draft: its sizes, bfloat16 weights, and the target's id of each row of its head (i64).
+
+    config.vocab counts the head's rows; embedding is the target's. Raises ValueError in one line
+    where the file is missing or damaged, or was made for another target.
+    """
+    header, tensors = _read(path)
+    config = _config(path, header)
+    if header.get("target_embedding") != fingerprint(embedding):
+        raise ValueError(f"draft {path} was made for another target model; {_MEND} --model TARGET")
+    ids = tensors.get("vocab")
+    if ids is None or tuple(ids.shape) != (config.vocab,) or not _within(ids, len(embedding)):
+        raise ValueError(f"draft {path} is damaged (its token ids); {_MEND}")
+    weights: dict[str, Tensor] = {}
+    for name, shape in _shapes(config).items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            raise ValueError(f"draft {path} is damaged ({name}); {_MEND}")
+        weights[name] = _widened(path, name, tensors)
+    return config, weights, ids.long()
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return the facts that a draft was saved with; raises ValueError as load_draft."""
+    card = _read(path)[0].get("card")
+    return card if isinstance(card, dict) else {}
+
+
+def fingerprint(embedding: Tensor) -> str:
+    """Name an embedding by its bfloat16 bytes."""
+    raw = embedding.detach().cpu().bfloat16().contiguous().view(torch.int16).numpy()
+    return hashlib.sha256(raw.data).hexdigest()
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = dataclasses.replace(config, tied=False).tensor_shapes()
+    del shapes["model.embed_tokens.weight"]
+    return shapes
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise ValueError(f"draft {path} is missing; {_MEND}")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            header = json.loads((opened.metadata() or {}).get("draft", "null"))
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"draft {path} is damaged ({error}); {_MEND}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a draft of `parlay distill draft`")
+    if header.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"draft {path} has format {header.get('version')}, this parlay reads {FORMAT_VERSION};"
+            f" {_MEND}"
+        )
+    return header, tensors
+
+
+def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
+    try:
+        fields = dict(header["config"])
+        return ModelConfig(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"draft {path} is damaged (config: {error}); {_MEND}") from None
+
+
+def _within(ids: Tensor, count: int) -> bool:
+    return bool(((ids >= 0) & (ids < count)).all())
+
+
+def _widened(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    w = tensors[name]
+    if w.dtype != torch.int8:
+        return w.bfloat16()
+    scale = tensors.get(f"{name}.scale")
+    if scale is None or scale.shape != w.shape[:1]:
+        raise ValueError(f"draft {path} is damaged ({name}.scale); {_MEND}")
+    return (w.float() * scale.float()[:, None]).bfloat16()
