@@ -81,7 +81,10 @@ class Acceptance:
         self._refit()
 
     def rows_of(self, request_id: Array, task: Array, output_tokens: Array | None = None) -> Array:
-        """Return each request's row in the tables, making new ones."""
+        """Return each request's row in the tables, making new ones.
+
+        Less output than before is another request: an engine that restarts counts ids from 1 again.
+        """
         rows = [self._row.get(r, -1) for r in request_id.tolist()]
         if -1 in rows:
             for place, row in enumerate(rows):
@@ -89,6 +92,11 @@ class Acceptance:
                     start = 0 if output_tokens is None else int(output_tokens[place])
                     rows[place] = self._add(int(request_id[place]), int(task[place]), start)
         found = np.asarray(rows, np.intp)
+        if output_tokens is not None:
+            for place in np.flatnonzero(output_tokens < self._output[found]).tolist():
+                again = int(request_id[place])
+                self._free.append(self._row.pop(again))
+                found[place] = self._add(again, int(task[place]), int(output_tokens[place]))
         self._seen[found] = self.version
         return found
 

@@ -174,6 +174,20 @@ def test_a_task_that_fails_is_told_to_its_next_request() -> None:
     assert poor < 0.35 < 0.65 < good
 
 
+def test_an_id_that_is_used_again_is_another_request() -> None:
+    learner = Acceptance(4)
+    ids, task = np.array([1]), np.array([7])
+    learner.rows_of(ids, task, np.array([0]))
+    for step in range(20):
+        learner.rows_of(ids, task, np.array([step]))
+        learner.observe(outcome_of(ids, np.array([DRAFT_MODEL]), np.array([4]), np.array([0])))
+    same = learner.frailty(learner.rows_of(ids, task, np.array([20])))[0, DRAFT_MODEL]
+    again = learner.frailty(learner.rows_of(ids, np.array([8]), np.array([0])))[0, DRAFT_MODEL]
+    other = learner.frailty(learner.rows_of(np.array([2]), np.array([8])))[0, DRAFT_MODEL]
+    assert same > 1.5
+    assert again == other == 1.0
+
+
 def test_a_cold_start_stays_optimistic() -> None:
     learner = Acceptance(4)
     ids = np.arange(1, 17)
