@@ -22,6 +22,7 @@ from typing import Any
 
 import grpc
 
+from parlay.engine.address import check_address
 from parlay.engine.planner import Planner
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
@@ -31,6 +32,8 @@ QUEUE_REPORTS = 64
 SILENCE_S = 1.0
 """A call that owes an answer for so long is given up."""
 BACKOFF_S = (0.05, 1.0)
+SUPERSEDED_S = 5.0
+"""How long to leave a sidecar to another engine of our id: who comes back at once fights it."""
 SYNCHRONOUS_S = 5.0
 CLOSE_S = 1.0
 SAMPLES = 8192
@@ -52,6 +55,10 @@ class EngineInfo:
 
     engine_id: str
     limits: EngineLimits = field(default_factory=EngineLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.engine_id.encode()) <= codec.MAX_ID_BYTES:
+            raise ValueError(f"engine_id must have 1 to {codec.MAX_ID_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -97,6 +104,7 @@ class _Call:
     welcomed: bool = False
     steered: bool = False
     draining: bool = False
+    superseded: bool = False
     asked_s: float | None = None
     written: threading.Event = field(default_factory=threading.Event)
 
@@ -113,11 +121,13 @@ class RemotePlanner:
     A plan is computed from the view of one step and used from the next one on. Views and outcomes
     are encoded later, on another thread: whoever passes them does not write to their arrays again.
     synchronous waits for the plan of this very step (for tests: decides as a local policy would).
+    Raises ValueError where `target` can be no address.
     """
 
     def __init__(
         self, target: str, info: EngineInfo, fallback: Planner, synchronous: bool = False
     ) -> None:
+        check_address(target)
         self.stats = RemoteStats()
         self._target, self._info, self._fallback = target, info, fallback
         self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
@@ -212,7 +222,8 @@ class RemotePlanner:
                 log.warning("no sidecar target=%s error=%r", self._target, error)
             self.stats.last_error = error
             backoff_s = BACKOFF_S[0] if call.steered else min(2 * backoff_s, BACKOFF_S[1])
-            self._closing.wait(backoff_s * random.uniform(0.5, 1.0))
+            wait_s = SUPERSEDED_S if call.superseded else backoff_s
+            self._closing.wait(wait_s * random.uniform(0.5, 1.0))
 
     def _talk(self, call: _Call) -> str:
         """Open one stream and read it to its end; return why it ended."""
@@ -223,6 +234,7 @@ class RemotePlanner:
                 call.asked_s = None
                 self._read(call, codec.decode_response(data))
         except grpc.RpcError:
+            call.superseded = call.stream.code() is grpc.StatusCode.ABORTED
             silence = f"no answer within {SILENCE_S:g} s" if call.silent() else ""
             return silence or f"{call.stream.code().name}: {call.stream.details()}"
         except ValueError as error:

@@ -226,6 +226,35 @@ def test_a_second_stream_of_the_same_engine_takes_over(sidecar: Sidecar) -> None
         wait_for(lambda: step(old, history) is PlanSource.REMOTE and old.stats.reconnects == 1)
 
 
+def test_engines_of_the_same_id_do_not_fight(sidecar: Sidecar) -> None:
+    with engine(sidecar.target) as (old, history):
+        step_until(old, history, PlanSource.REMOTE)
+        with engine(sidecar.target) as (new, other):
+            step_until(new, other, PlanSource.REMOTE)
+            step_until(old, history, PlanSource.LOCAL)
+            wait_for(lambda: "another stream said hello" in old.stats.last_error)
+            for _ in range(80):
+                step(old, history)
+                step(new, other)
+                time.sleep(0.01)
+            assert new.stats.reconnects == 0
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["", "unix:", "nowhere", "host:0", "host:99999", ":50051", "h:\u0663", "dns:///", "a b:1"],
+)
+def test_what_can_be_no_address_is_refused_at_once(target: str) -> None:
+    with pytest.raises(ValueError, match="unix:/path"):
+        RemotePlanner(target, EngineInfo("engine"), LocalPlanner(make_policy("none")))
+
+
+def test_an_engine_needs_a_name_of_some_length() -> None:
+    for name in ("", "é" * 65):
+        with pytest.raises(ValueError, match="engine_id must have 1 to 128 bytes"):
+            EngineInfo(name)
+
+
 # --- Faults --------------------------------------------------------------------------------------
 
 
