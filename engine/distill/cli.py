@@ -10,7 +10,9 @@ import typer
 
 
 def distill_draft(
-    out: Annotated[Path, typer.Option(help="the draft's file")] = Path("draft.safetensors"),
+    out: Annotated[
+        Path | None, typer.Option(help="the draft's file; with --measure-only: the shipped one")
+    ] = None,
     work: Annotated[
         Path, typer.Option(help="folder of what the stages make; a killed run resumes from it")
     ] = Path("distill-work"),
@@ -29,17 +31,20 @@ def distill_draft(
 ) -> None:
     """Train a draft model on what the target generates, and measure it by task."""
     try:
+        if out is None and not measure_only:
+            raise ValueError("say where the draft goes: --out FILE")
+        if minutes <= 0 or prompts < 1:
+            raise ValueError("--minutes and --prompts must be above 0")
         from rich.console import Console
 
         from parlay.engine.distill.pipeline import Settings, make, measure
+        from parlay.engine.llm import SHIPPED_DRAFT
 
-        console = Console(stderr=True)
         settings = Settings(work, seed, prompts, minutes, model)
         stage = measure if measure_only else make
-        figures = stage(settings, out, console)
-        text = json.dumps(figures, indent=2)
+        figures = stage(settings, out or SHIPPED_DRAFT, Console(stderr=True))
         if json_file is not None:
-            json_file.write_text(text + "\n", encoding="utf-8")
+            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         typer.echo(f"parlay distill draft: {error}", err=True)
         raise typer.Exit(1) from None

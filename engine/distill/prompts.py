@@ -6,6 +6,7 @@ None comes from MT-Bench, HumanEval, Spec-Bench or the demo, on which drafts are
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import random
 import sysconfig
@@ -36,46 +37,43 @@ class Prompt:
     text: str
 
 
-def _library_functions(rng: random.Random) -> list[tuple[str, str, str]]:
-    """Return (source, signature with docstring, docstring) of standard library functions."""
-    found: list[tuple[str, str, str]] = []
+Function = tuple[str, str, str]  # source, signature with docstring, docstring
+
+
+@functools.cache
+def _library() -> tuple[tuple[Function, ...], tuple[str, ...]]:
+    """Return functions and paragraphs of prose of the standard library."""
+    functions: list[Function] = []
+    paragraphs: list[str] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):
             continue
-        lines = source.splitlines()
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)):
-                continue
-            if not 6 <= (node.end_lineno or 0) - node.lineno <= 30 or not 40 <= len(doc) <= 700:
-                continue
-            body = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-            head = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
-            if len(body) < 1400:
-                found.append((body, head, doc))
-    rng.shuffle(found)
-    return found
+        functions += _functions(source.splitlines(), tree)
+        paragraphs += _paragraphs(tree)
+    return tuple(functions), tuple(paragraphs)
 
 
-def _library_paragraphs(rng: random.Random) -> list[str]:
-    found: list[str] = []
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
+def _functions(lines: list[str], tree: ast.Module) -> Iterator[Function]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)):
             continue
-        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-        docs = [ast.get_docstring(tree), *map(ast.get_docstring, classes)]
-        found += [
-            " ".join(paragraph.split())
-            for doc in docs
-            for paragraph in (doc or "").split("\n\n")
-            if 200 <= len(paragraph) <= 900 and ">>>" not in paragraph
-        ]
-    rng.shuffle(found)
-    return found
+        if not 6 <= (node.end_lineno or 0) - node.lineno <= 30 or not 40 <= len(doc) <= 700:
+            continue
+        body = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        head = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno]))
+        if len(body) < 1400:
+            yield body, head, doc
+
+
+def _paragraphs(tree: ast.Module) -> Iterator[str]:
+    classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    for doc in (ast.get_docstring(tree), *map(ast.get_docstring, classes)):
+        for paragraph in (doc or "").split("\n\n"):
+            if 200 <= len(paragraph) <= 900 and ">>>" not in paragraph:
+                yield " ".join(paragraph.split())
 
 
 def _record(rng: random.Random) -> dict[str, object]:
@@ -102,7 +100,7 @@ def _chat(rng: random.Random) -> str:
     return rng.choice(ASKS).format(t=t, u=u)
 
 
-def _code(rng: random.Random, functions: list[tuple[str, str, str]]) -> str:
+def _code(rng: random.Random, functions: list[Function]) -> str:
     body, head, doc = rng.choice(functions)
     kind = rng.random()
     if kind < 0.55:
@@ -116,7 +114,7 @@ def _code(rng: random.Random, functions: list[tuple[str, str, str]]) -> str:
     return f"Write a Python function with this description:\n{doc}"
 
 
-def _edit(rng: random.Random, functions: list[tuple[str, str, str]], paragraphs: list[str]) -> str:
+def _edit(rng: random.Random, functions: list[Function], paragraphs: list[str]) -> str:
     if rng.random() < 0.6:
         ask = rng.choice(EDIT_CODE_ASKS)
         return f"{ask} Return the whole function.\n\n```python\n{rng.choice(functions)[0]}\n```"
@@ -151,7 +149,10 @@ SHARES = {"chat": 0.42, "code": 0.34, "edit": 0.1, "text": 0.06, "data": 0.08}
 def training_prompts(count: int, seed: int) -> Iterator[Prompt]:
     """Yield `count` prompts, tasks mixed by SHARES, the same for the same seed."""
     rng = random.Random(seed)
-    functions, paragraphs = _library_functions(rng), _library_paragraphs(rng)
+    library = _library()
+    functions, paragraphs = list(library[0]), list(library[1])
+    rng.shuffle(functions)
+    rng.shuffle(paragraphs)
     make: dict[str, Callable[[], str]] = {
         "chat": lambda: _chat(rng),
         "code": lambda: _code(rng, functions),

@@ -121,3 +121,44 @@ EDIT_TEXT_ASKS = (
 TEXT_ASKS = (
     "Summarize this text", "What are the key points of this text?", "Shorten this to one sentence",
 )  # fmt: skip
+ROLES = (
+    "a pirate captain", "a strict librarian", "a cheerful robot", "a medieval blacksmith",
+    "a nutritionist", "a detective in the 1930s", "a football coach", "an old lighthouse keeper",
+    "a science fiction author", "a kindergarten teacher", "a sceptical physicist", "a tour guide",
+    "a career adviser", "a film critic", "a gardener", "a lawyer", "a chef", "a ghost",
+    "a talking cat", "a mountain climber", "a database administrator", "a poet", "a diplomat",
+)  # fmt: skip
+PLACES = (
+    "Norway", "Kyoto", "Morocco", "the Alps", "Mexico City", "Iceland", "Rome", "Cape Town",
+    "New Zealand", "Istanbul", "Patagonia", "Vienna", "Bali", "Scotland", "Jaipur", "Havana",
+)  # fmt: skip
+EVENTS = (
+    "a delayed order", "a job offer", "a birthday party", "a broken washing machine", "a promotion",
+    "a neighbour's loud music", "a lost suitcase", "a team meeting", "a scholarship", "a refund",
+    "a wedding invitation", "moving to another town", "a data breach", "an overdue invoice",
+    "a school trip", "a surprise visit", "a missed deadline", "a charity run", "a new colleague",
+)  # fmt: skip
+FEELINGS = (
+    "nervous about an exam", "bored at work", "lonely in a new city", "tired all the time",
+    "stuck on a project", "afraid of flying", "proud of a friend", "unsure which car to buy",
+    "overwhelmed by email", "angry at a flatmate", "worried about money", "short of ideas",
+)  # fmt: skip
+THINGS = (
+    "a bicycle", "a smartphone", "an umbrella", "a wooden table", "a refrigerator", "a piano",
+    "a tent", "a camera", "a bookshelf", "a coffee machine", "a pair of running shoes", "a clock",
+)  # fmt: skip
+CLAIMS = (
+    "Schools should start later in the morning", "Everyone should learn to program",
+    "Cities should ban cars from their centres", "Working from home makes people happier",
+    "Zoos should be closed", "Social media does more harm than good", "Homework is useless",
+    "Space exploration is worth its cost", "A four-day week is better for everyone",
+    "Books are better than films", "Tourism ruins beautiful places", "Exams should be abolished",
+)  # fmt: skip
+SUBJECTS = (
+    "inertia", "supply and demand", "a recursive function", "osmosis", "the Doppler effect",
+    "opportunity cost", "a prime number", "natural selection", "an API", "the placebo effect",
+    "entropy", "a constitution", "compound interest", "a catalyst", "a metaphor", "radioactivity",
+    "plate tectonics", "a hash table", "inflation targeting", "the greenhouse effect", "a vector",
+    "the scientific method", "a black swan event", "a neuron", "an eclipse", "probability",
+    "a covalent bond", "a compiler", "the Cold War", "a monopoly", "a derivative", "erosion",
+)  # fmt: skip
