@@ -18,7 +18,7 @@ def distill_draft(
     ] = Path("distill-work"),
     minutes: Annotated[float, typer.Option(help="training time, after the text is made")] = 60.0,
     seed: Annotated[int, typer.Option(help="of prompts, draws and order")] = 1,
-    prompts: Annotated[int, typer.Option(help="prompts that the target answers")] = 3600,
+    prompts: Annotated[int, typer.Option(help="prompts that the target answers")] = 8000,
     model: Annotated[
         Path | None, typer.Option(help="the target, a Hugging Face Llama folder")
     ] = None,

@@ -84,8 +84,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """One pre-norm block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout)
         self.input_layernorm = Norm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = Norm(config.hidden, config.norm_eps)
@@ -93,18 +94,18 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the same shape as x [rows, length, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), cos, sin))
+        mixed: Tensor = x + self.drop(self.mlp(self.post_attention_layernorm(x)))
         return mixed
 
 
 class Body(nn.Module):
     """Layers and final norm; names of parameters as in a Hugging Face Llama's `model.`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, dropout) for _ in range(config.layers))
         self.norm = Norm(config.hidden, config.norm_eps)
 
     def blocks(self) -> list[Layer]:

@@ -17,6 +17,7 @@ from parlay.engine.model_config import ModelConfig
 LAYERS = 2  # copied from the target's first: they need far fewer tokens than random ones
 HEAD_ROWS = 8192
 CHUNK_ROWS = 512
+DROPOUT = 0.1  # the same answers are read several times
 ARGMAX_SHARE = 0.2  # of each label goes to the target's first choice, which greedy decoding emits
 
 
@@ -45,7 +46,7 @@ def frequent_ids(texts: Iterable[list[int]], rows: int = HEAD_ROWS) -> Tensor:
 def new_student(target: Target, vocab: Tensor, layers: int = LAYERS) -> Student:
     """Start from the target's first layers, its final norm and its head's rows."""
     config = student_config(target.body.config, len(vocab), layers)
-    body = Body(config)
+    body = Body(config, DROPOUT)
     for own, source in zip(body.layers, target.body.layers, strict=False):
         own.load_state_dict(source.state_dict())
     body.norm.load_state_dict(target.body.norm.state_dict())
