@@ -132,8 +132,10 @@ async def serve(
     await server.start()
     for name in ("", SERVICE):
         await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
-    ready(target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}")
-    await stop.wait()
-    servicer.draining = True
-    await checker.enter_graceful_shutdown()
-    await server.stop(grace_s)
+    try:
+        ready(target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}")
+        await stop.wait()
+        servicer.draining = True
+        await checker.enter_graceful_shutdown()
+    finally:
+        await server.stop(grace_s)

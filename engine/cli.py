@@ -22,8 +22,10 @@ def _one_line(command: str) -> Iterator[None]:
     """Turn what is wrong with the input into one line and exit code 1."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
-        typer.echo(f"parlay {command}: {error}", err=True)
+        typer.echo(f"parlay {command}: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -70,7 +72,7 @@ def generate(
         from parlay.engine.generate import open_engine
         from parlay.engine.request import SamplingParams
 
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _text(prompt)
         sampling = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ())
         )
@@ -114,8 +116,22 @@ def key_values(pairs: list[str]) -> dict[str, str]:
 def _writable(file: Path | None) -> None:
     """Find out before the work, not after it, whether the figures can be written."""
     if file is not None:
-        with file.open("a", encoding="utf-8"):
-            pass
+        try:
+            file.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ValueError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _text(prompt: str) -> str:
+    """Return the prompt, standard input for -; raises ValueError where it is no text."""
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError:
+        raise ValueError("the prompt is no UTF-8 text") from None
+    if not text:
+        raise ValueError("the prompt is empty: say something to the model")
+    return text
 
 
 def _stream(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -35,7 +36,17 @@ _HELP = {
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read our output has left, as `head` does; nor may the flush at exit complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except OSError as error:
+        typer.echo(f"parlay: {error}", err=True)
+        status = 1
+    sys.exit(status)
 
 
 def run(argv: Sequence[str]) -> int:

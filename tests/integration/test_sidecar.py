@@ -346,3 +346,13 @@ def test_arguments_that_cannot_be_are_refused_in_one_line(folder: Path) -> None:
         assert line.startswith("parlay serve: ")
         assert text in line
     assert file.read_text() == "mine"
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "parlay.controller", "--listen", "127.0.0.1:0"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
+        )
+    assert done.returncode != 0
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,8 @@ def test_command_prints_json(app: typer.Typer) -> None:
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--max-tokens", "0"], "max_tokens"),
         (["", "--raw"], "empty"),
+        ([""], "empty"),
+        (["\udcff\udcfe"], "no UTF-8 text"),
         (["x" * 9000, "--raw"], "9000 tokens"),
     ],
 )
@@ -140,4 +143,17 @@ def test_bad_input_gets_one_line(app: typer.Typer, words: list[str], says: str) 
     assert done.exit_code == 1
     assert done.stderr.startswith("parlay generate: ")
     assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [cli.demo, cli.bench_engine])
+def test_figures_that_cannot_be_written_are_refused_before_the_work(
+    command: Callable[..., None], tmp_path: Path
+) -> None:
+    app = typer.Typer()
+    app.command()(command)
+    done = CliRunner().invoke(app, ["--json", str(tmp_path / "none" / "x.json")])
+    assert done.exit_code == 1
+    assert "cannot write" in done.stderr
+    assert "No such file" in done.stderr
     assert len(done.stderr.splitlines()) == 1

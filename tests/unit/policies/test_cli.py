@@ -1,5 +1,7 @@
 """The `parlay` command: lazy commands, one clear line for what it cannot do."""
 
+import os
+import subprocess
 import sys
 import types
 from importlib.metadata import EntryPoint, EntryPoints
@@ -100,3 +102,19 @@ def test_policies_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -
     assert "settings: none" in capsys.readouterr().out
     assert cli.run(["policies", "describe", "zap"]) == 1
     assert "unknown policy 'zap'" in capsys.readouterr().err
+
+
+def test_a_reader_who_leaves_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "from parlay.policies import cli; cli.run = lambda _: cli.policies_list() or 0"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; cli.main()"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == b""
