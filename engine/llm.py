@@ -35,6 +35,8 @@ def load_backend(
     with the default model. dtype "auto": bfloat16 where the device is fast in it. Raises
     ValueError.
     """
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, not {threads}")
     torch.set_num_threads(threads)
     place, kind = _device(device), _dtype(dtype, device)
     folder = default_model_dir() if model is None else Path(model)
@@ -49,6 +51,11 @@ def load_backend(
     if draft is None and model is None:
         draft = SHIPPED_DRAFT
     drafter = None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding)
+    if drafter is not None and drafter.model.config.context < config.context_tokens:
+        raise ValueError(
+            f"the draft model's context is {drafter.model.config.context} tokens, the engine's"
+            f" {config.context_tokens}: take another draft or set context_tokens"
+        )
     return TorchBackend(target, drafter, config), load_tokenizer(folder)
 
 
@@ -76,6 +83,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"unknown device '{name}'; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{name}' is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' asked for, but torch sees no GPU; use --device cpu")
     return device

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLM"
+MAX_CONTEXT = 1 << 24
+"""Longest context believed: tables of positions are made for all of it."""
 _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
@@ -48,6 +51,10 @@ class ModelConfig:
                 raise ValueError(
                     f"model config: {name} must be at least 1, not {getattr(self, name)}"
                 )
+        if self.context > MAX_CONTEXT:
+            raise ValueError(
+                f"model config: context must be at most {MAX_CONTEXT}, not {self.context}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model config: {self.heads} heads cannot share {self.kv_heads} KV heads evenly"
@@ -99,7 +106,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         ffn=_whole(config, "intermediate_size"),
         vocab=_whole(config, "vocab_size"),
         rope_theta=_rope_theta(config),
-        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
         context=_whole(config, "max_position_embeddings", 2048),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=token_ids(config.get("eos_token_id")),
@@ -151,6 +158,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     named = config.get("architectures") or []
+    named = named if isinstance(named, list) else [named]
     if named != [ARCHITECTURE]:
         found = ", ".join(map(str, named)) or f"model_type {config.get('model_type', 'unknown')}"
         raise ValueError(f"architecture {found} is not supported; supported: {ARCHITECTURE}")
@@ -174,7 +182,13 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("model config: partial_rotary_factor is not supported; it must be 1.0")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return float(theta)
+    return _positive("rope_theta", theta)
+
+
+def _positive(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0.0 < value < math.inf:
+        raise ValueError(f"model config: {key} must be a number above 0, not {value!r}")
+    return float(value)
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from math import inf, isnan
 
 from parlay.policies.types import K_LIMIT, PROPOSERS, Proposer
 
@@ -88,6 +89,10 @@ class SpeculationParams:
             names = ", ".join(p.name.lower() for p in Proposer)
             raise ValueError(
                 f"proposer mask {self.proposer_mask} names an unknown proposer; known: {names}"
+            )
+        if not (isnan(self.tpot_target_ms) or 0.0 < self.tpot_target_ms < inf):
+            raise ValueError(
+                f"tpot_target_ms must be above 0 and finite, or nan, not {self.tpot_target_ms}"
             )
 
 

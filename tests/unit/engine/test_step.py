@@ -175,6 +175,9 @@ def test_requests_refuse_what_is_out_of_range() -> None:
             SamplingParams(**bad)
     with pytest.raises(ValueError, match="max_k must be"):
         SpeculationParams(max_k=1000)
+    for target in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="tpot_target_ms must be"):
+            SpeculationParams(tpot_target_ms=target)
 
 
 class Watched:
