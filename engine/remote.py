@@ -197,7 +197,7 @@ class RemotePlanner:
             self._outcome = None
 
     def _put(self, report: _Report) -> None:
-        if self._reports.qsize() >= QUEUE_REPORTS:
+        while self._reports.qsize() >= QUEUE_REPORTS:
             with contextlib.suppress(queue.Empty):
                 self.stats.dropped_reports += self._reports.get_nowait() is not None
         self._reports.put(report)
@@ -249,7 +249,7 @@ class RemotePlanner:
         elif isinstance(response, codec.Welcome) and not call.welcomed:
             self.stats.reconnects += self._known
             self._known = call.welcomed = True
-        elif isinstance(response, codec.Config) and response.draining:
+        elif isinstance(response, codec.Config) and response.draining and not call.draining:
             call.draining = True
             self._reports.put(None)
 

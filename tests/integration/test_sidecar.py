@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from parlay.engine import remote
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
 from parlay.engine.synthetic import LIMITS, History
@@ -266,6 +267,15 @@ def test_without_a_sidecar_the_fallback_decides(folder: Path) -> None:
         assert planner.stats.plans_local == 200
         assert planner.stats.dropped_reports >= 200 - 64 - 1
         wait_for(lambda: "UNAVAILABLE" in planner.stats.last_error)
+
+
+def test_a_long_outage_fills_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "BACKOFF_S", (0.001, 0.001))
+    with engine(f"unix:{folder}/nobody.sock") as (planner, history):
+        for _ in range(100):
+            planner._hang_up(remote._Call(grpc.insecure_channel("unix:/nobody")))
+            step(planner, history)
+        assert planner._reports.qsize() <= remote.QUEUE_REPORTS + 20
 
 
 def test_a_killed_sidecar_is_replaced_at_the_same_address(folder: Path) -> None:
