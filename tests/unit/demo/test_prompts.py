@@ -7,7 +7,8 @@ import pytest
 
 from parlay.engine.demo.prompts import TASKS, demo_prompts, parse_prompts
 from parlay.engine.demo.workload import MIXED, Shape, cells_of
-from parlay.engine.distill.prompts import ASKS, CODE_TASKS, training_prompts
+from parlay.engine.distill.prompts import training_prompts
+from parlay.engine.distill.words import ASKS, CODE_TASKS
 
 
 def test_enough_prompts_of_every_task_and_none_twice() -> None:

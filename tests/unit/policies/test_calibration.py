@@ -81,7 +81,9 @@ def test_stopped_drafts_leave_the_hazards_as_they_are_without_stopping() -> None
             outcome, doubt = outcome_of(rng, step, threshold)
             acceptance.observe(outcome, doubt if told else None)
         rows = acceptance.rows_of(np.arange(ROWS, dtype=np.uint64), np.zeros(ROWS, np.uint32))
-        return acceptance.survival(acceptance.frailty(rows), np.zeros(ROWS))[:, DRAFT_MODEL].mean(0)
+        survival = acceptance.survival(acceptance.frailty(rows), np.zeros(ROWS))
+        mean: Array = survival[:, DRAFT_MODEL].mean(0)
+        return mean
 
     plain, stopped, naive = hazards(0.0, False), hazards(0.45, True), hazards(0.45, False)
     assert stopped[:2] == pytest.approx(plain[:2], abs=0.05)
