@@ -247,11 +247,11 @@ class StepOutcome:
     accepted (before EOS, stop or length cropped it) i16; emitted i16, tokens committed (0 while the
     prompt is being computed); match_tokens i32, the match length the draft was made with;
     truncated_by u8; plan_source u8; plan_step_id u64, the step whose view the plan was computed
-    from; confidences f32 [rows, K], the drafter's largest probability at each place before a
-    token was drawn there (also the place at which it stopped), nan none. Batch-wide: padded_tokens, rows of the verify pass; prefill_tokens among
-    them; kv_tokens read; draft_ms f32 [PROPOSERS]; draft_depth, passes of the draft model;
-    verify_ms; step_ms, from the end of the step before (or from the start, after idleness) to the
-    end of this.
+    from; confidences f32 [rows, K], the drafter's largest probability at each place before a token
+    was drawn there (also the place at which it stopped), nan none. Batch-wide: padded_tokens, rows
+    of the verify pass; prefill_tokens among them; kv_tokens read; draft_ms f32 [PROPOSERS];
+    draft_depth, passes of the draft model; verify_ms; step_ms, from the end of the step before (or
+    from the start, after idleness) to the end of this.
     """
 
     request_id: Array
