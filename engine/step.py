@@ -129,7 +129,7 @@ class Engine:
             k = min(k, batch.target.room(request.request_id) - tokens)
             if fit.proposer[row] == Proposer.DRAFT_MODEL:
                 k = min(k, batch.draft.room(request.request_id) - tokens)
-                k = k if batch.draft.reserve(request.request_id, tokens + max(k, 0)) else 0
+                k = k if k > 0 and batch.draft.reserve(request.request_id, tokens + k) else 0
             fit.k[row] = fit.verify_k[row] = k = max(k, 0)
             batch.target.reserve(request.request_id, tokens + k)
         fit.proposer[fit.k == 0] = Proposer.NONE

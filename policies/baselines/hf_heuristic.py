@@ -50,6 +50,8 @@ class HfHeuristic(Stateless):
     def decide(self, view: BatchView) -> Plan:
         """Return each request's own k."""
         start = min(self.settings.k_start if self.settings.transient else self.last, self.k_max)
+        for new in view.request_id[view.output_tokens == 0].tolist():
+            self.k.pop(new, None)
         k = np.array([self.k.get(r, start) for r in view.request_id.tolist()], np.int16)
         return rows_plan(view, self.proposer, k, Reason.HEURISTIC, default=(self.proposer, start))
 

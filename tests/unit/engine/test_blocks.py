@@ -13,7 +13,7 @@ from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
-from parlay.policies.policy import EngineLimits, Stateless
+from parlay.policies.policy import EngineLimits, Stateless, make_policy
 from parlay.policies.types import BatchView, Plan, Proposer
 
 TASK = Task({Proposer.NGRAM: (0.6, 0.8), Proposer.DRAFT_MODEL: (0.5, 0.6)}, match_rate=0.7)
@@ -134,3 +134,16 @@ def test_a_prompt_that_does_not_fit_waits_instead_of_being_computed_again_and_ag
         computed += outcome.prefill_tokens
     assert computed == 300
     assert (first.preemptions, second.preemptions) == (0, 0)
+
+
+def test_a_row_that_cannot_draft_takes_no_draft_block_from_one_that_can() -> None:
+    config = EngineConfig(block_tokens=4, draft_blocks=1)
+    backend = VirtualBackend(Hazards({"t": TASK}), engine=EngineLimits(0b0111, 8))
+    policy = make_policy("fixed", {"proposer": "draft_model", "k": 2}, backend.limits())
+    engine = Engine(backend, LocalPlanner(policy), config)
+    for prompt in ([1, 2, 3], [1, 2]):
+        engine.add(prompt, SamplingParams(max_tokens=20), SpeculationParams(task="t"))
+    engine.step()
+    outcome = engine.step()
+    assert outcome is not None
+    assert outcome.drafted_k.tolist() == [0, 1]

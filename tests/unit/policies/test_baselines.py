@@ -92,6 +92,9 @@ def test_hf_heuristic_starts_anew_or_goes_on() -> None:
         five, draft = np.array([5]), np.array([DRAFT_MODEL])
         policy.observe(outcome_of(np.array([1]), draft, five, five))
         assert policy.decide(view_of([1, 2])).k.tolist() == [7, start]
+        # An id without output is a new request, though an older one had the same.
+        fresh = view_of([1, 2], output_tokens=np.zeros(2, np.int32))
+        assert policy.decide(fresh).k.tolist() == [start, start]
 
 
 @pytest.mark.skipif(not REPLAY.exists(), reason="set PARLAY_DATA to the folder of public data")
