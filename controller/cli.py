@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import stat
+import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -123,7 +124,9 @@ async def _run(host: Host, listen: str) -> None:
         loop.add_signal_handler(number, stop.set)
 
     def ready(address: str) -> None:
-        print(f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}", flush=True)
+        line = f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}\n"
+        # Unbuffered: what could not be written must not be tried again, and complained of, at exit.
+        os.write(sys.stdout.fileno(), line.encode())
 
     await serve_host(host, listen, ready, stop)
 

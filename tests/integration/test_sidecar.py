@@ -360,9 +360,16 @@ def test_arguments_that_cannot_be_are_refused_in_one_line(folder: Path) -> None:
 
 def test_output_that_cannot_be_written_is_one_line() -> None:
     command = [sys.executable, "-m", "parlay.controller", "--listen", "127.0.0.1:0"]
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=buffered,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
         )
     assert done.returncode != 0
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
