@@ -47,6 +47,11 @@ class Settings:
     minutes: float
     model: Path | None
 
+    @property
+    def talk(self) -> int:
+        """Return how many of the prompts are varied talk."""
+        return round(self.prompts * TALK_SHARE)
+
 
 def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     """Run every stage, write the draft, and return its card."""
@@ -73,7 +78,7 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
         )
     card = {
         "target": folder.name,
-        "seed": settings.seed,
+        "prompts": [[settings.seed, settings.prompts - settings.talk]],
         "answer_tokens": sum(len(e.hidden) for e in examples),
         "trained_tokens": state.tokens,
         "steps": state.steps,
@@ -114,27 +119,30 @@ def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
         body_of(sizes, own, torch.bfloat16), own["lm_head.weight"], ids, embedding.bfloat16()
     )
     held_out = settings.work / "held-out"
-    jobs = _jobs(folder, held_out_prompts(Path(os.environ["PARLAY_DATA"])))
+    card = read_card(out)
+    prompts = held_out_prompts(Path(os.environ["PARLAY_DATA"]), card.get("prompts", []))
+    jobs = _jobs(folder, prompts)
     with _bar(console, "answer held-out prompts", len(jobs)) as bar:
         answer(
             lambda: Decoder(config, weights, LONGEST), jobs, MEASURE_NEW_TOKENS, held_out, bar.add
         )
-    texts = [(e.task, e.ids, e.prompt) for e in read_shards(held_out)]
+    asked = {tuple(job.prompt) for job in jobs}
+    answers = [e for e in read_shards(held_out) if tuple(e.ids[: e.prompt]) in asked]
+    texts = [(e.task, e.ids, e.prompt) for e in answers]
     with _bar(console, "draft at every position", len(texts)) as bar:
         accepted = by_task(drafter, texts, bar.add)
     table = Table("task", *(f"k={k}" for k in range(1, DEPTH + 1)), title="accepted tokens, mean")
     for task, means in accepted.items():
         table.add_row(task, *(f"{m:.2f}" for m in means))
     Console().print(table)
-    return {**read_card(out), "accepted": accepted}
+    return {**card, "accepted": accepted}
 
 
 def _training_jobs(settings: Settings, folder: Path) -> list[Job]:
     """Mix prompts of every task with varied talk, the same for the same seed."""
-    talk = round(settings.prompts * TALK_SHARE)
     prompts = [
-        *training_prompts(settings.prompts - talk, settings.seed),
-        *talk_prompts(talk, settings.seed),
+        *training_prompts(settings.prompts - settings.talk, settings.seed),
+        *talk_prompts(settings.talk, settings.seed),
     ]
     random.Random(settings.seed).shuffle(prompts)
     return _jobs(folder, prompts, settings.seed)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from parlay.engine.distill import pipeline
 from parlay.engine.distill.cli import distill_draft
+from parlay.engine.distill.held_out import HELD_OUT_SEED, held_out_prompts
 from parlay.engine.distill.prompts import training_prompts
 from parlay.engine.distill.talk import SHAPES, talk_prompts
 from parlay.engine.draft_format import load_draft, read_card
@@ -121,6 +122,16 @@ def test_prompts_are_the_same_for_the_same_seed_and_never_twice() -> None:
         assert first == [p.text for p in make(200, 1)]
         assert len(set(first)) == 200
         assert set(first) != {p.text for p in make(200, 2)}
+
+
+def test_held_out_prompts_were_not_trained_on(data: Path) -> None:
+    drawn = training_prompts(1500, HELD_OUT_SEED)
+    unfiltered = {p.text for p in held_out_prompts(data.parent, [])}
+    trained = {p.text for p in training_prompts(400, HELD_OUT_SEED)}
+    assert trained & unfiltered
+    held_out = [p.text for p in held_out_prompts(data.parent, [(HELD_OUT_SEED, 400)])]
+    assert not trained & set(held_out)
+    assert {p.text for p in drawn} & set(held_out)
 
 
 def test_every_shape_of_talk_can_be_filled() -> None:
