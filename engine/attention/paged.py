@@ -142,7 +142,7 @@ def _group(
 
     offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     queries = (offset[rows][:, None] + torch.minimum(step, length[:, None] - 1)).reshape(-1)
-    whole = batch * q == sum(lengths)
+    whole = batch == len(lengths) and batch * q == sum(lengths)
     valid = (
         None
         if batch * q == int(length.sum())

@@ -21,6 +21,7 @@ TABLES = [
     [3, 9, 1, 7, 20, 21, 22, 23],
     [2, 5, 4, 11, 30, 31, 32, 33],
     [8, 6, 10, 12, 40, 41, 42, 43],
+    [50, 51, 52, 53, 54, 55, 56, 57],
 ]
 
 
@@ -73,6 +74,20 @@ def test_logits_are_hugging_faces_over_any_ragged_schedule(
             torch.testing.assert_close(
                 logits, expected[row, starts[row] : ends[row]], atol=2e-5, rtol=1e-4
             )
+
+
+@torch.inference_mode()
+def test_a_padded_group_as_large_as_the_batch_is_not_taken_for_all_of_it(ours: Llama) -> None:
+    ids = torch.randint(0, VOCAB, (4, 60), generator=torch.Generator().manual_seed(4))
+    # Three narrow rows padded to 20 are as many tokens as there are in all.
+    lengths = [20, 1, 1, 38]
+    assert lengths[-1] > WIDE
+    assert 3 * max(lengths[:3]) == sum(lengths)
+    got = feed(ours, PagedKV(ours.config, 64, 8, torch.float32, CPU), ids, [0] * 4, lengths)
+    for row, logits in enumerate(got):
+        cache = PagedKV(ours.config, 64, 8, torch.float32, CPU)
+        (alone,) = feed(ours, cache, ids[row : row + 1], [0], [lengths[row]])
+        torch.testing.assert_close(logits, alone)
 
 
 @torch.inference_mode()
