@@ -76,7 +76,7 @@ class Goodput:
         survival = self.acceptance.survival(frailty, view.match_tokens)
         usable = _usable(view, survival)
         costs = self._costs(view, self.acceptance.k_max)
-        emits = float(max(len(view), 1))
+        emits = float(max(_decoding(view), 1))
         none = no_speculation(len(view), emits, costs)
         best = best_plan(usable, costs, emits, self._ms_per_token or None) if len(view) else none
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
@@ -102,10 +102,17 @@ class Goodput:
         if len(edges):
             place = np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)
             tokens = np.maximum(tokens, edges[place])
+        verify_ms = self.step_time.verify_ms(tokens, float(view.kv_tokens))
+        if (view.prefill_tokens > 0).any():
+            # Prompts take their time whatever is drafted. Counted here they would make a token look
+            # worth as much as a step of prompts costs, and every such step draft in vain.
+            decoding = np.array([max(_decoding(view), 1)])
+            alone_ms = self.step_time.verify_ms(decoding, float(view.kv_tokens))[0]
+            verify_ms = alone_ms + (verify_ms - verify_ms[0])
         a_pass, token_ms, catch_up = self.step_time.draft_ms()
         behind = np.maximum(view.draft_kv_lag - _CURRENT_LAG, 0)
         return StepCosts(
-            self.step_time.verify_ms(tokens, float(view.kv_tokens)),
+            verify_ms,
             a_pass,
             token_ms,
             behind * (catch_up / _DWELL_STEPS),
@@ -206,6 +213,10 @@ class Goodput:
     def merge(self, deltas: list[dict[str, Array]]) -> None:
         """Add other replicas' acceptance counts."""
         self.acceptance.merge(deltas)
+
+
+def _decoding(view: BatchView) -> int:
+    return int((view.prefill_tokens == 0).sum())
 
 
 def _usable(view: BatchView, survival: Array) -> Array:

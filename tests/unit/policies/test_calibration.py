@@ -95,10 +95,8 @@ def test_nan_stays_nan_and_certainty_stays_finite() -> None:
     assert np.isfinite(log_odds(np.array([0.0, 1.0]))).all()
 
 
-def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs() -> None:
-    limits = EngineLimits(0b0101, K)
-    policy, rng = make_policy("goodput", {}, limits), np.random.default_rng(3)
-    view = BatchView(
+def batch_view() -> BatchView:
+    return BatchView(
         request_id=np.arange(ROWS, dtype=np.uint64),
         task=np.zeros(ROWS, np.uint32),
         context_tokens=np.full(ROWS, 100, np.int32),
@@ -115,6 +113,12 @@ def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs() -> Non
         running=ROWS,
         kv_tokens=1600,
     )
+
+
+def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs() -> None:
+    limits = EngineLimits(0b0101, K)
+    policy, rng = make_policy("goodput", {}, limits), np.random.default_rng(3)
+    view = batch_view()
     assert policy.decide(view).stop_rule.kind is StopKind.NONE, "nothing is known yet"
     for step in range(60):
         view.step_id = step
@@ -127,3 +131,18 @@ def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs() -> Non
     again = make_policy("goodput", {}, limits)
     again.load(policy.state())
     assert again.decide(view).stop_rule == policy.decide(view).stop_rule
+
+
+def test_prompts_beside_it_make_no_request_draft_deeper() -> None:
+    limits = EngineLimits(0b0101, K, (), 4096)
+    policy, rng, view = make_policy("goodput", {}, limits), np.random.default_rng(5), batch_view()
+    for step in range(80):
+        view.step_id = step
+        plan = policy.decide(view)
+        policy.observe(outcome_of(rng, step, 0.0)[0])
+    alone = plan.k
+    view.prefill_tokens[:2] = 256
+    beside = policy.decide(view).k
+    assert np.all(beside[:2] == 0)
+    assert alone[2:].sum() > 0
+    assert np.all(beside[2:] <= alone[2:])
