@@ -95,20 +95,16 @@ class Goodput:
 
     def _costs(self, view: BatchView, k_max: int) -> StepCosts:
         """Return the price list of this step."""
-        base = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
-        most = min(len(view) * k_max, max(self.limits.token_budget - base, 0))
-        tokens = np.arange(max(base, 1), max(base, 1) + most + 1)
+        decoding, prompts = max(_decoding(view), 1), int(view.prefill_tokens.sum())
+        most = min(len(view) * k_max, max(self.limits.token_budget - decoding - prompts, 0))
+        # Prompts take their time whatever is drafted. Counted here they would make a token look
+        # worth as much as a step of prompts costs, and every such step draft in vain.
+        tokens = np.arange(decoding, decoding + most + 1)
         edges = view.bucket_edges
         if len(edges):
-            place = np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)
-            tokens = np.maximum(tokens, edges[place])
+            place = np.minimum(np.searchsorted(edges, tokens + prompts), len(edges) - 1)
+            tokens = np.maximum(tokens, edges[place] - prompts)
         verify_ms = self.step_time.verify_ms(tokens, float(view.kv_tokens))
-        if (view.prefill_tokens > 0).any():
-            # Prompts take their time whatever is drafted. Counted here they would make a token look
-            # worth as much as a step of prompts costs, and every such step draft in vain.
-            decoding = np.array([max(_decoding(view), 1)])
-            alone_ms = self.step_time.verify_ms(decoding, float(view.kv_tokens))[0]
-            verify_ms = alone_ms + (verify_ms - verify_ms[0])
         a_pass, token_ms, catch_up = self.step_time.draft_ms()
         behind = np.maximum(view.draft_kv_lag - _CURRENT_LAG, 0)
         return StepCosts(
