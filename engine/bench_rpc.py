@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +14,10 @@ import typer
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner, RemoteStats
+from parlay.engine.sidecar import START_S, sidecar
 from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy
 
-START_S = 30.0
 WARM_UP_STEPS = 50
 PACE_S = 0.010
 BUSY_S = 0.002
@@ -47,26 +44,6 @@ def bench_rpc(
         typer.echo(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def sidecar(policy: str) -> Iterator[str]:
-    """Run `parlay serve` on a socket of its own; yield its address. Raises OSError if it fails."""
-    with tempfile.TemporaryDirectory(prefix="parlay-") as folder:
-        target = f"unix:{folder}/sidecar.sock"
-        command = [sys.executable, "-m", "parlay.controller", "--listen", target]
-        process = subprocess.Popen(
-            [*command, "--policy", policy], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        with process.stdout as ready:
-            try:
-                if not ready.readline():
-                    raise OSError("the sidecar did not start; it says why above")
-                yield target
-            finally:
-                process.terminate()
-                process.wait(START_S)
 
 
 def measure(target: str, requests: int, steps: int) -> dict[str, float]:

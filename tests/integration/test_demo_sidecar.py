@@ -7,10 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from parlay.engine.demo.modes import demo_modes, open_lanes, sidecar, sidecar_figures
+from parlay.engine.demo.modes import demo_modes, open_lanes, sidecar_figures
 from parlay.engine.demo.prompts import TASKS, demo_prompts
 from parlay.engine.demo.workload import Cell, run_cell
 from parlay.engine.scheduler import EngineConfig
+from parlay.engine.sidecar import sidecar
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
 from parlay.policies.types import PlanSource, Proposer
 
