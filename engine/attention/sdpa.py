@@ -16,7 +16,7 @@ class SdpaAttention:
         self.cache = cache
         self.heads = heads
         pool = cache.layers[0]
-        self._mix = _gemm if pool.device.type == "cpu" and pool.dtype is torch.bfloat16 else _sdpa
+        self._mix = attend_by_gemm if pool.device.type == "cpu" and pool.dtype is torch.bfloat16 else _sdpa
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
         """Append kv to the cache, then attend; see `Attention`."""
@@ -55,7 +55,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None])[0]
 
 
-def _gemm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend by two batched GEMMs: 2.5-3 times SDPA's speed on a CPU in bf16 at batch 16."""
+def attend_by_gemm(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend q, k, v [n, tokens, head_dim] by two batched GEMMs; mask [n, q tokens, k tokens].
+
+    2.5-3 times SDPA's speed on a CPU in bf16 at batch 16.
+    """
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     return torch.bmm(scores.softmax(-1), v)

@@ -32,7 +32,7 @@ def test_states_are_those_of_a_pass_over_the_whole_text() -> None:
         assert 1 not in job.out[:-1]
         ids = torch.tensor([job.prompt + job.out[:-1]])
         hidden = target.body(target.embedding[ids])[0, len(job.prompt) - 1 :]
-        torch.testing.assert_close(torch.stack(job.states), hidden, atol=0.1, rtol=0.05)
+        torch.testing.assert_close(torch.stack(job.states), hidden, atol=0.2, rtol=0.05)
         logits = (torch.stack(job.states) @ target.head.T).float()
         assert logits.argmax(-1).tolist() == job.out
 

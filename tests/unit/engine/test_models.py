@@ -105,7 +105,7 @@ def test_rejected_tokens_leave_no_trace_in_the_cache(ours: Llama) -> None:
 def test_both_kernels_mix_alike() -> None:
     q, k, v = (torch.randn(6, n, 8) for n in (5, 32, 32))
     mask = torch.zeros(6, 5, 32).masked_fill(torch.rand(6, 5, 32) < 0.3, float("-inf"))
-    torch.testing.assert_close(sdpa._gemm(q, k, v, mask), sdpa._sdpa(q, k, v, mask))
+    torch.testing.assert_close(sdpa.attend_by_gemm(q, k, v, mask), sdpa._sdpa(q, k, v, mask))
 
 
 @torch.inference_mode()
