@@ -9,7 +9,7 @@ import torch
 from parlay.engine.draft_format import load_draft
 from parlay.engine.linear import can_pack
 from parlay.engine.models import Llama
-from parlay.engine.scheduler import EngineConfig
+from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS, EngineConfig
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.tokenizer import load as load_tokenizer
 from parlay.engine.torch_backend import DraftModel, TorchBackend
@@ -41,15 +41,17 @@ def load_backend(
     place, kind = _device(device), _dtype(dtype, device)
     folder = default_model_dir() if model is None else Path(model)
     sizes, weights = load_checkpoint(folder)
-    config = config or EngineConfig(context_tokens=sizes.context)
+    if draft is None and model is None:
+        draft = SHIPPED_DRAFT
+    # Drafts of `parlay distill draft` lose nothing by a window; of others that is not known.
+    window = sizes.context if draft and Path(draft).is_dir() else DRAFT_WINDOW_TOKENS
+    config = config or EngineConfig(context_tokens=sizes.context, draft_window_tokens=window)
     if config.context_tokens > sizes.context:
         raise ValueError(
             f"the model's context is {sizes.context} tokens, not {config.context_tokens}"
         )
     embedding = weights["model.embed_tokens.weight"]
     target = Llama(sizes, weights, embedding, kind, place)
-    if draft is None and model is None:
-        draft = SHIPPED_DRAFT
     drafter = None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding)
     if drafter is not None and drafter.model.config.context < config.context_tokens:
         raise ValueError(

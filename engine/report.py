@@ -42,7 +42,7 @@ def view_of(batch: Batch, scheduler: Scheduler, limits: EngineLimits, step_id: i
         tpot_target_ms=np.asarray([r.speculation.tpot_target_ms for r in requests], np.float32),
         recent_accept=np.asarray([r.recent_accept for r in requests], np.float32),
         match_tokens=batch.lookup.match_tokens,
-        draft_kv_lag=np.asarray([len(r.tokens) - r.draft_computed for r in requests], np.int32),
+        draft_kv_lag=np.asarray([scheduler.draft_lag(r) for r in requests], np.int32),
         seeded=np.asarray([r.sampling.seed is not None for r in requests], bool),
         step_id=step_id,
         running=len(scheduler.running),

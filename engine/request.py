@@ -104,8 +104,8 @@ class Request:
     """One request; the scheduler moves it, `commit` grows it, nobody else writes to it.
 
     tokens: prompt then output. computed: target KV positions that hold committed tokens;
-    draft_computed: the same of the draft model. recent_accept: discounted mean of emitted tokens a
-    step.
+    draft_computed: the same of the draft model, whose cache begins at position draft_start.
+    recent_accept: discounted mean of emitted tokens a step.
     """
 
     request_id: int
@@ -118,6 +118,7 @@ class Request:
     finish_reason: FinishReason | None = None
     computed: int = 0
     draft_computed: int = 0
+    draft_start: int = 0
     recent_accept: float = 1.0
     steps: int = 0
     drafted: int = 0

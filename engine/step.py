@@ -128,8 +128,7 @@ class Engine:
             tokens, k = len(request.tokens), int(fit.k[row])
             k = min(k, batch.target.room(request.request_id) - tokens)
             if fit.proposer[row] == Proposer.DRAFT_MODEL:
-                k = min(k, batch.draft.room(request.request_id) - tokens)
-                k = k if k > 0 and batch.draft.reserve(request.request_id, tokens + k) else 0
+                k = self.scheduler.reserve_draft(request, k)
             fit.k[row] = fit.verify_k[row] = k = max(k, 0)
             batch.target.reserve(request.request_id, tokens + k)
         fit.proposer[fit.k == 0] = Proposer.NONE
@@ -143,7 +142,8 @@ class Engine:
                 self.backend.forget(request)
             else:
                 batch.target.truncate(request.request_id, request.computed)
-                batch.draft.truncate(request.request_id, request.draft_computed)
+                held = request.draft_computed - request.draft_start
+                batch.draft.truncate(request.request_id, held)
 
     def _deliver(self, batch: Batch, committed: Committed) -> None:
         """Hand the new tokens out, last of all: a callback may abort or add requests.

@@ -85,10 +85,10 @@ class DraftModelProposer:
         """Return logits [rows, head rows] after each request's tokens and guesses; one pass."""
         place = guesses.shape[1]
         if place:
-            starts = [len(r.tokens) + place - 1 for r in requests]
+            starts = [len(r.tokens) + place - 1 - r.draft_start for r in requests]
             fed: list[list[int]] = [[int(t)] for t in guesses[:, -1]]
         else:
-            starts = [r.draft_computed for r in requests]
+            starts = [r.draft_computed - r.draft_start for r in requests]
             fed = [r.tokens[r.draft_computed :] for r in requests]
         lengths = [len(f) for f in fed]
         c = self.model.config

@@ -86,8 +86,9 @@ def play(engine: Engine, steps: int, seed: int) -> int:
 
 def test_ten_thousand_random_steps_leak_and_share_nothing() -> None:
     config = EngineConfig(
-        max_running=8, token_budget=48, block_tokens=4, target_blocks=60, draft_blocks=40
-    )
+        max_running=8, token_budget=48, block_tokens=4, target_blocks=60, draft_blocks=40,
+        draft_window_tokens=24,
+    )  # fmt: skip
     backend = VirtualBackend(Hazards({"t": TASK}), engine=EngineLimits(0b0111, 12, (), 48))
     engine = Engine(backend, LocalPlanner(RandomPolicy(1)), config)
     preempted = play(engine, 10_000, seed=2)

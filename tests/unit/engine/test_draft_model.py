@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 from tests.tiny import CONFIG, AnyPlan, tiny_backend
 
+from parlay.engine.attention.paged import plan_ragged
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
 from parlay.engine.step import Engine
+from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.policy import Stateless
 from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopKind, StopRule
 
@@ -68,6 +73,40 @@ def test_after_idleness_it_drafts_what_it_would_have_drafted() -> None:
     for position in shared:
         n = min(len(always[position]), len(late[position]))
         assert always[position][:n] == pytest.approx(late[position][:n], abs=1e-5)
+
+
+def test_far_behind_it_begins_anew_a_window_before_the_end() -> None:
+    config = dataclasses.replace(CONFIG, draft_window_tokens=8)
+    backend = tiny_backend(VOCAB, config=config)
+    engine = Engine(backend, LocalPlanner(Script([0, 0, 2] + [0] * 12 + [2])), config)
+    request = engine.add([i % VOCAB for i in range(30)], SamplingParams(max_tokens=40))
+    engine.step()
+    for expected_start in (31 + 1 - 8, None):
+        while not (outcome := step(engine)).drafted_k[0]:
+            before = list(request.tokens)
+        if expected_start is not None:
+            assert request.draft_start == expected_start
+        read = before[request.draft_start :]
+        assert len(read) == 8
+        assert outcome.confidences[0, 0] == pytest.approx(peak_after(backend, read), abs=1e-5)
+        assert len(engine.scheduler.draft.tables[request.request_id]) <= 4
+
+
+def step(engine: Engine) -> StepOutcome:
+    outcome = engine.step()
+    assert outcome is not None
+    engine.scheduler.draft.check()
+    return outcome
+
+
+def peak_after(backend: TorchBackend, ids: list[int]) -> float:
+    """Return the draft model's largest probability after ids that nothing comes before."""
+    assert backend.draft is not None
+    model, cache = backend.draft.model, backend.draft.cache
+    last_blocks = list(range(cache.blocks - 4, cache.blocks))
+    ragged = plan_ragged(cache, [last_blocks], [0], [len(ids)], 2)
+    hidden = model.hidden(torch.tensor(ids), ragged, backend.draft.attention)
+    return float(torch.softmax(model.logits(hidden)[-1].float(), -1).max())
 
 
 def test_passes_go_as_deep_as_the_deepest_row() -> None:
