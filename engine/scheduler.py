@@ -16,7 +16,6 @@ from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import FinishReason, Phase, Request
 from parlay.policies.types import Array
 
-
 DRAFT_WINDOW_TOKENS = 64
 """The shipped draft accepts as much on chat as with whole prompts, 6% less on code, and starts at a
 fraction of the cost."""

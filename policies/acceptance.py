@@ -41,7 +41,12 @@ _HALF_LIFE_ROWS = 600.0
 _TASK_STRENGTH = 6.0
 _TASK_HALF_LIFE_ROWS = 400.0
 _REQUEST_STRENGTH = 2.5
-_REQUEST_DECAY = 0.96
+_REQUEST_DECAY = 0.975
+_IDLE_DECAY = 0.985
+"""A step: what a request's text was like some time ago says little of it now."""
+_DRIFT_PER_STEP = 5e-5
+"""Variance by which the log of a task's hazards may have moved in a step unseen."""
+_HOPE = 1.5
 _FIRST_TOKENS = 2
 _FIRST_WEIGHT = 0.25
 _TASKS = 32
@@ -108,6 +113,18 @@ class Acceptance:
         frailty: Array = (prior + rejected) / (_REQUEST_STRENGTH + expected)
         return frailty
 
+    def least_frailty(self, rows: Array, frailty: Array, proposer: int, quiet_steps: int) -> Array:
+        """Return `frailty` with one proposer's as low as what is known of it allows.
+
+        That is _HOPE standard deviations lower: its task's rejections are about a Poisson count,
+        and what was not seen for quiet_steps may have drifted.
+        """
+        known = 1.0 + self._task[0, self._request_task[rows], proposer]
+        least = frailty.copy()
+        sd = np.sqrt(1.0 / known + _DRIFT_PER_STEP * quiet_steps)
+        least[:, proposer] *= np.exp(-_HOPE * sd)
+        return least
+
     def survival(self, frailty: Array, match_tokens: Array) -> Array:
         """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match."""
         survival = np.zeros((len(frailty), PROPOSERS, self.k_max), np.float32)
@@ -133,6 +150,7 @@ class Acceptance:
         shown = np.zeros(PROPOSERS, bool)
         if len(outcome):
             rows = self.rows_of(outcome.request_id, outcome.task)
+            self._request[:, rows] *= _IDLE_DECAY
             self._learn(outcome, rows, shown, doubt)
             self._output[rows] += outcome.emitted
         if self.version % 64 == 0:

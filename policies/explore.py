@@ -1,25 +1,34 @@
-"""When to try a proposer that the plans leave alone, and what that may cost."""
+"""When to try a proposer that the plans leave alone, and what that may cost.
+
+A try is worth its time only where it can change a decision: where the proposer would be planned if
+it were as good as what is known of it still allows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from parlay.policies.policy import EngineLimits
-from parlay.policies.solver import Allocation, StepCosts, priced
+from parlay.policies.solver import DWELL_STEPS, Allocation, StepCosts, best_plan, priced
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, Array, BatchView
 
 _FIRST_INTERVAL = 40
 _LAST_INTERVAL = 640
-_BLOCK_STEPS = 3
-_FEW_ROWS = 4
-"""A larger batch shows enough at depth 1, where a second place would cost it dearly."""
+_BLOCK_STEPS = 4
+_MOST_ROWS = 4
+_DEPTH = 2
+"""The second place shows whether a proposer that holds its first token goes on to hold more."""
 _SHARE = 0.015
 """Most of the elapsed time that tries may cost, as estimated."""
 _GOOD_ENOUGH = 0.6
 """A row whose first n-gram token holds this surely keeps it in a try of the draft model."""
 _TRIED = (NGRAM, DRAFT_MODEL, MEDUSA)
+
+Hopes = Callable[[int, int], Array]
+"""(proposer, steps it was not seen) -> survival f64 [rows, PROPOSERS, K], that proposer's as high
+as what is known of it allows."""
 
 
 class Explorer:
@@ -41,47 +50,55 @@ class Explorer:
             self.elapsed_ms += max(step_ms, 0.0)
 
     def apply(
-        self, view: BatchView, survival: Array, best: Allocation, costs: StepCosts
+        self, view: BatchView, survival: Array, hopes: Hopes, best: Allocation, costs: StepCosts
     ) -> tuple[Allocation, Array]:
         """Return the plan with a try in it where one is due, and bool [rows], which rows try."""
         used = np.unique(best.proposer)
         self.interval_steps[used] = _FIRST_INTERVAL
         if self.left == 0:
-            self._begin(view, used)
-        rows = self._rows(view, survival, best)
+            self._begin(used, hopes, best, costs)
+        rows = self._rows(view, survival, best, costs)
         if not rows.any():
             self.left = 0
             return best, rows
-        self.left -= 1
         tried = self._with(view, survival, best, costs, rows)
-        self.spent_ms += max(tried.step_ms - tried.emitted_tokens * best.ms_per_token, 0.0)
-        if self.left == 0:
-            longer = min(2 * int(self.interval_steps[self.proposer]), _LAST_INTERVAL)
-            self.interval_steps[self.proposer] = longer
+        cost_ms = tried.step_ms - tried.emitted_tokens * best.ms_per_token
+        if self.left == _BLOCK_STEPS and self.proposer == DRAFT_MODEL:
+            cost_ms += (DWELL_STEPS - 1) * float(costs.switch_ms[rows].sum())
+        self.spent_ms += max(cost_ms, 0.0)
+        self.left -= 1
         return tried, rows
 
-    def _begin(self, view: BatchView, used: Array) -> None:
-        """Start a block for the first proposer that is due, if tries so far were cheap enough."""
+    def _begin(self, used: Array, hopes: Hopes, best: Allocation, costs: StepCosts) -> None:
+        """Start a block for the first proposer that is due and might be worth planning."""
         if self.spent_ms > _SHARE * self.elapsed_ms:
             return
         for proposer in _TRIED:
-            due = self.quiet_steps[proposer] >= self.interval_steps[proposer]
-            if due and proposer not in used and self.limits.has(proposer):
-                self.proposer, self.left = int(proposer), _BLOCK_STEPS
+            quiet, interval = self.quiet_steps[proposer], self.interval_steps[proposer]
+            if quiet < interval or proposer in used or not self.limits.has(proposer):
+                continue
+            hoped = hopes(proposer, int(quiet))
+            emits = float((hoped > 0.0).any(axis=(1, 2)).sum())
+            plan = best_plan(hoped, costs, max(emits, 1.0), best.ms_per_token)
+            if (plan.proposer == proposer).any():
+                self.proposer, self.left = proposer, _BLOCK_STEPS
+                self.interval_steps[proposer] = min(2 * int(interval), _LAST_INTERVAL)
                 return
 
-    def _rows(self, view: BatchView, survival: Array, best: Allocation) -> Array:
-        """Return bool [rows]: who takes part in the block that is running."""
-        if self.left == 0:
-            return np.zeros(len(view), bool)
-        sure = (best.k > 0) & (survival[:, NGRAM, 0] >= _GOOD_ENOUGH)
-        rows: Array = survival[:, self.proposer, 0] > 0.0
-        return rows & ~sure
+    def _rows(self, view: BatchView, survival: Array, best: Allocation, costs: StepCosts) -> Array:
+        """Return bool [rows]: who takes part in the block that is running, the cheapest first."""
+        rows = np.zeros(len(view), bool)
+        if self.left > 0:
+            sure = (best.k > 0) & (survival[:, NGRAM, 0] >= _GOOD_ENOUGH)
+            can = np.flatnonzero((survival[:, self.proposer, 0] > 0.0) & ~sure)
+            cheap = costs.switch_ms[can] if self.proposer == DRAFT_MODEL else np.zeros(len(can))
+            rows[can[np.argsort(cheap, kind="stable")[:_MOST_ROWS]]] = True
+        return rows
 
     def _with(
         self, view: BatchView, survival: Array, best: Allocation, costs: StepCosts, rows: Array
     ) -> Allocation:
-        depth = min(2 if rows.sum() <= _FEW_ROWS else 1, survival.shape[2])
+        depth = min(_DEPTH, survival.shape[2])
         room = len(costs.verify_ms) - 1 - int(best.k[~rows].sum())
         depth = min(depth, max(room, 0) // int(rows.sum()))
         k = np.where(rows, np.minimum(depth, view.max_k), best.k).astype(np.int32)

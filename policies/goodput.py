@@ -17,7 +17,7 @@ from parlay.policies.calibration import Calibration, calibrated
 from parlay.policies.cost import StepTime
 from parlay.policies.explore import Explorer
 from parlay.policies.policy import EngineLimits, register
-from parlay.policies.solver import Allocation, StepCosts, best_plan, no_speculation
+from parlay.policies.solver import DWELL_STEPS, Allocation, StepCosts, best_plan, no_speculation
 from parlay.policies.types import (
     DRAFT_MODEL,
     K_LIMIT,
@@ -36,8 +36,6 @@ from parlay.policies.types import (
 
 _MARGIN = 0.01
 """Share by which a plan must beat no speculation: the best estimate is too high by selection."""
-_DWELL_STEPS = 16
-"""Steps over which a request's draft KV, once caught up, is thought to serve."""
 _CURRENT_LAG = 2
 """Tokens that the draft model reads in its first pass anyway."""
 _VERSION = "goodput/1"
@@ -82,7 +80,12 @@ class Goodput:
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
             best = none
         self._ms_per_token = best.ms_per_token
-        chosen, explored = self.explorer.apply(view, usable, best, costs)
+
+        def hopes(tried: int, quiet_steps: int) -> Array:
+            least = self.acceptance.least_frailty(rows, frailty, tried, quiet_steps)
+            return _usable(view, self.acceptance.survival(least, view.match_tokens))
+
+        chosen, explored = self.explorer.apply(view, usable, hopes, best, costs)
         self._lag = (view.request_id, view.draft_kv_lag)
         return self._plan(view, survival, frailty, chosen, explored, best, costs)
 
@@ -111,7 +114,7 @@ class Goodput:
             verify_ms,
             a_pass,
             token_ms,
-            behind * (catch_up / _DWELL_STEPS),
+            behind * (catch_up / DWELL_STEPS),
         )
 
     def _doubt(self, outcome: StepOutcome) -> Array:

@@ -18,6 +18,8 @@ from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, Array
 _FLAT = (NGRAM, MEDUSA)
 _BARRED = -1e30
 _ROUNDS = 6
+DWELL_STEPS = 16
+"""Steps over which a request's draft KV, once caught up, is thought to serve."""
 _CLOSE = 1e-5
 """Relative; the error of a plan goes with its square."""
 
@@ -29,8 +31,7 @@ class StepCosts:
     verify_ms f64 [B + 1]: the step without drafting when b drafted tokens are verified, rising,
     padded and with overhead; its length caps the budget. pass_ms: one pass of the draft model over
     the batch. token_ms f64 [PROPOSERS]: each drafted token on top. switch_ms f64 [rows]: what
-    letting the draft model draft a row costs at once (KV to catch up), spread over the steps it
-    will serve.
+    letting the draft model draft a row costs at once (KV to catch up), spread over DWELL_STEPS.
     """
 
     verify_ms: Array

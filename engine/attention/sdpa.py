@@ -16,7 +16,9 @@ class SdpaAttention:
         self.cache = cache
         self.heads = heads
         pool = cache.layers[0]
-        self._mix = attend_by_gemm if pool.device.type == "cpu" and pool.dtype is torch.bfloat16 else _sdpa
+        self._mix = (
+            attend_by_gemm if pool.device.type == "cpu" and pool.dtype is torch.bfloat16 else _sdpa
+        )
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
         """Append kv to the cache, then attend; see `Attention`."""
