@@ -19,6 +19,8 @@ from parlay.engine.model_config import ModelConfig
 
 WIDE = 32
 """Rows with more query tokens are attended alone, so that nobody is padded to a prompt."""
+GROUP_COST = 16
+"""Padded query tokens that cost a step of the default model as much time as another group does."""
 
 
 class PagedKV:
@@ -107,9 +109,20 @@ def plan_ragged(
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of each group: narrow ones together, each wide one alone."""
+    """Return the rows of each group: narrow ones together or in two, each wide one alone."""
     narrow = [r for r, n in enumerate(lengths) if n <= WIDE]
-    return ([narrow] if narrow else []) + [[r] for r, n in enumerate(lengths) if n > WIDE]
+    return _halve(narrow, lengths) + [[r] for r, n in enumerate(lengths) if n > WIDE]
+
+
+def _halve(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Part the short rows from the long ones where that saves more padding than a group costs."""
+    if not rows:
+        return []
+    order = sorted(rows, key=lambda r: lengths[r])
+    longest = lengths[order[-1]]
+    saved = [(i * (longest - lengths[order[i - 1]]), i) for i in range(1, len(order))]
+    most, at = max(saved, default=(0, 0))
+    return [rows] if most <= GROUP_COST else [sorted(order[:at]), sorted(order[at:])]
 
 
 def _group(

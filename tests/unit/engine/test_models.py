@@ -21,7 +21,7 @@ TABLES = [
     [3, 9, 1, 7, 20, 21, 22, 23],
     [2, 5, 4, 11, 30, 31, 32, 33],
     [8, 6, 10, 12, 40, 41, 42, 43],
-    [50, 51, 52, 53, 54, 55, 56, 57],
+    *([row * 8 + i for i in (5, 2, 7, 0, 1, 3, 4, 6)] for row in range(6, 12)),
 ]
 
 
@@ -61,7 +61,7 @@ def test_logits_are_hugging_faces_over_any_ragged_schedule(
 ) -> None:
     ids = torch.randint(0, VOCAB, (3, 60), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids).logits
-    cache = PagedKV(ours.config, 64, 8, torch.float32, CPU)
+    cache = PagedKV(ours.config, 96, 8, torch.float32, CPU)
     assert WIDE < 40
     # Wide and narrow rows together, then ragged steps across block edges, then a lone step.
     for starts, ends in (
@@ -77,15 +77,22 @@ def test_logits_are_hugging_faces_over_any_ragged_schedule(
 
 
 @torch.inference_mode()
-def test_a_padded_group_as_large_as_the_batch_is_not_taken_for_all_of_it(ours: Llama) -> None:
-    ids = torch.randint(0, VOCAB, (4, 60), generator=torch.Generator().manual_seed(4))
-    # Three narrow rows padded to 20 are as many tokens as there are in all.
-    lengths = [20, 1, 1, 38]
-    assert lengths[-1] > WIDE
-    assert 3 * max(lengths[:3]) == sum(lengths)
-    got = feed(ours, PagedKV(ours.config, 64, 8, torch.float32, CPU), ids, [0] * 4, lengths)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [16, 24, 27, 28, 29, 30, 30, 32, 40],  # narrow rows, padded: as many tokens as all rows
+        [20, 1, 1, 38],  # the short rows and the long ones apart
+        [12, 1, 1, 1, 12, 1],
+    ],
+)
+def test_rows_mix_as_they_do_alone_however_they_are_grouped(
+    ours: Llama, lengths: list[int]
+) -> None:
+    rows = len(lengths)
+    ids = torch.randint(0, VOCAB, (rows, 60), generator=torch.Generator().manual_seed(4))
+    got = feed(ours, PagedKV(ours.config, 96, 8, torch.float32, CPU), ids, [0] * rows, lengths)
     for row, logits in enumerate(got):
-        cache = PagedKV(ours.config, 64, 8, torch.float32, CPU)
+        cache = PagedKV(ours.config, 96, 8, torch.float32, CPU)
         (alone,) = feed(ours, cache, ids[row : row + 1], [0], [lengths[row]])
         torch.testing.assert_close(logits, alone)
 
@@ -94,7 +101,7 @@ def test_a_padded_group_as_large_as_the_batch_is_not_taken_for_all_of_it(ours: L
 def test_rejected_tokens_leave_no_trace_in_the_cache(ours: Llama) -> None:
     ids = torch.randint(0, VOCAB, (1, 30), generator=torch.Generator().manual_seed(2))
     wrong = (ids + 7) % VOCAB
-    clean, dirty = (PagedKV(ours.config, 64, 8, torch.float32, CPU) for _ in range(2))
+    clean, dirty = (PagedKV(ours.config, 96, 8, torch.float32, CPU) for _ in range(2))
     feed(ours, clean, ids, [0], [12])
     feed(ours, dirty, ids, [0], [12])
     feed(ours, dirty, wrong, [12], [27])
