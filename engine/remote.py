@@ -24,6 +24,7 @@ import grpc
 
 from parlay.engine.address import check_address
 from parlay.engine.planner import Planner
+from parlay.engine.quiet import Quiet
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
 from parlay.protos import codec
@@ -65,9 +66,10 @@ class EngineInfo:
 class RemoteStats:
     """What came of asking the sidecar, in steps unless said; last_error is empty while all is well.
 
-    late_steps followed a plan older than the step before. dropped_reports were thrown away because
-    the sidecar was behind or gone. reconnects: streams welcomed after the first. engine_thread_us:
-    what each of the newest steps cost the engine's thread, without the fallback's own work.
+    late_steps followed a plan older than the report before the newest. dropped_reports were thrown
+    away because the sidecar was behind or gone. reconnects: streams welcomed after the first.
+    engine_thread_us: what each of the newest steps cost the engine's thread, without the fallback's
+    own work.
     """
 
     plans_remote: int = 0
@@ -80,7 +82,7 @@ class RemoteStats:
 
     @property
     def fresh_share(self) -> float:
-        """Return the share of steps that followed a plan of this step or the one before."""
+        """Return the share of steps that followed a plan of the newest report or the one before."""
         steps = self.plans_remote + self.plans_local
         return (self.plans_remote - self.late_steps) / steps if steps else 0.0
 
@@ -135,6 +137,7 @@ class RemotePlanner:
         self._plan: Plan | None = None
         self._outcome: StepOutcome | None = None
         self._last_step = -1
+        self._quiet, self._reports_at = Quiet(), (-1, -1)
         self._run = int.from_bytes(os.urandom(7), "little")
         self._call: _Call | None = None
         self._known = False
@@ -151,16 +154,15 @@ class RemotePlanner:
         start = time.perf_counter_ns()
         if view.step_id <= self._last_step:
             self._flush()
-            self._run, self._plan = self._run + 1, None
+            self._run, self._plan, self._quiet = self._run + 1, None, Quiet()
         self._last_step = view.step_id
-        self._put(_Report(self._run, self._outcome, view))
-        self._outcome = None
+        self._report(view)
         plan = self._plan if self._plans is None else self._wait(view.step_id, self._plans)
         age = -1 if plan is None else view.step_id - plan.step_id
         self.stats.engine_thread_us.append((time.perf_counter_ns() - start) / 1e3)
         if plan is not None and 0 <= age <= plan.expires_after_steps:
             self.stats.plans_remote += 1
-            self.stats.late_steps += age > 1
+            self.stats.late_steps += plan.step_id < self._reports_at[0]
             return plan, PlanSource.REMOTE
         self.stats.plans_local += 1
         return self._fallback.plan(view)[0], PlanSource.LOCAL
@@ -189,6 +191,14 @@ class RemotePlanner:
         for thread in self._threads:
             thread.join(CLOSE_S)
         self._fallback.close()
+
+    def _report(self, view: BatchView) -> None:
+        """Send what became of the last step and what the next one is, or hold it back."""
+        outcome, self._outcome = self._outcome, None
+        if self._plans is None and self._quiet.holds(outcome, view, self._plan):
+            return
+        self._reports_at = (self._reports_at[1], view.step_id)
+        self._put(_Report(self._run, self._quiet.sent(outcome, view), view))
 
     def _flush(self) -> None:
         """Send an outcome that no view has followed."""

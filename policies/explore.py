@@ -43,11 +43,14 @@ class Explorer:
         self.elapsed_ms = 0.0
         self.spent_ms = 0.0
 
-    def observe(self, shown: Array, step_ms: float) -> None:
-        """Hear whose drafts a step showed, bool [PROPOSERS], and how long it took."""
-        self.quiet_steps = np.where(shown, 0, self.quiet_steps + 1)
+    def observe(self, shown: Array, step_ms: float, steps: int) -> None:
+        """Hear whose drafts a step showed, bool [PROPOSERS], and how long it took.
+
+        steps: how many there were since the last one heard of, this one counted.
+        """
+        self.quiet_steps = np.where(shown, 0, self.quiet_steps + steps)
         if np.isfinite(step_ms):
-            self.elapsed_ms += max(step_ms, 0.0)
+            self.elapsed_ms += max(step_ms, 0.0) * steps
 
     def apply(
         self, view: BatchView, survival: Array, hopes: Hopes, best: Allocation, costs: StepCosts

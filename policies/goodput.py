@@ -38,6 +38,7 @@ _MARGIN = 0.01
 """Share by which a plan must beat no speculation: the best estimate is too high by selection."""
 _CURRENT_LAG = 2
 """Tokens that the draft model reads in its first pass anyway."""
+_MOST_UNTOLD = 16
 _VERSION = "goodput/1"
 
 
@@ -64,7 +65,7 @@ class Goodput:
         self.calibration = Calibration()
         self.step_time = StepTime()
         self.explorer = Explorer(limits)
-        self._ms_per_token = 0.0
+        self._ms_per_token, self._last_step = 0.0, 0
         self._lag: tuple[Array, Array] = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
 
     def decide(self, view: BatchView) -> Plan:
@@ -94,7 +95,10 @@ class Goodput:
         self.calibration.observe(outcome)
         shown = self.acceptance.observe(outcome, self._doubt(outcome))
         self.step_time.observe(outcome, self._caught_up(outcome))
-        self.explorer.observe(shown, outcome.step_ms)
+        # An engine need not tell of every step in which nothing is drafted.
+        steps = min(max(outcome.step_id - self._last_step, 1), _MOST_UNTOLD)
+        self._last_step = outcome.step_id
+        self.explorer.observe(shown, outcome.step_ms, steps)
 
     def _costs(self, view: BatchView, k_max: int) -> StepCosts:
         """Return the price list of this step."""
@@ -186,6 +190,7 @@ class Goodput:
         }
         flat = {f"{part}.{key}": value for part, of in parts.items() for key, value in of.items()}
         flat["ms_per_token"] = np.asarray(self._ms_per_token)
+        flat["last_step"] = np.asarray(self._last_step)
         flat["lag.request_id"], flat["lag.tokens"] = self._lag
         return flat
 
@@ -203,6 +208,7 @@ class Goodput:
             head = f"{part}."
             owner.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})
         self._ms_per_token = float(state["ms_per_token"])
+        self._last_step = int(state["last_step"])
         self._lag = (state["lag.request_id"].copy(), state["lag.tokens"].copy())
 
     def delta(self, since: int) -> dict[str, Array]:
