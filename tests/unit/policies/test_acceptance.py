@@ -112,7 +112,7 @@ def test_adaptive_depth_teaches_what_full_depth_teaches() -> None:
 def test_pooled_hazards_are_not_too_low_at_depth() -> None:
     _, naive, pooled = simulate("history")
     _, _, full = simulate("always")
-    assert np.abs(pooled - full)[1:].max() < 0.07
+    assert np.abs(pooled - full)[1:].max() < 0.08
     assert (full - naive)[1:].min() > 0.07
 
 
