@@ -107,3 +107,21 @@ def _filtered(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def race(law: Tensor, keys: Sequence[int], ids: Tensor) -> Tensor:
     """Draw one index of `law` [rows, n] per row, by the noise of token ids [n]; i64 [rows]."""
     return (law / exponentials(keys, ids)).argmax(-1)
+
+
+_CHUNK = 128
+
+
+def first_choices(logits: Tensor) -> Tensor:
+    """Return i64 [rows]: the first of the largest logits [rows, vocab] of each row."""
+    rows, vocab = logits.shape
+    if logits.dtype is not torch.bfloat16 or logits.device.type != "cpu" or vocab % _CHUNK:
+        return logits.float().argmax(-1)
+    # Bits of floats above 0 rise as the floats do, and those of the others are negative as i16.
+    # Maxima of i16 are vectorised: a tenth of float32's argmax, which has a fifth of bf16's.
+    bits = logits.contiguous().view(torch.int16).view(rows, -1, _CHUNK)
+    peak, chunk = bits.amax(-1).to(torch.int32).max(-1)
+    if int(peak.min()) <= 0:
+        return logits.float().argmax(-1)
+    inside = bits[torch.arange(rows), chunk].to(torch.int32).argmax(-1)
+    return chunk * _CHUNK + inside

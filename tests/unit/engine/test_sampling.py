@@ -9,7 +9,14 @@ from tests.tiny import CONFIG, AnyPlan, tiny_backend
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.proposers import draft_model
 from parlay.engine.request import SamplingParams
-from parlay.engine.sampling import exponentials, mix64, probabilities, race, uniform
+from parlay.engine.sampling import (
+    exponentials,
+    first_choices,
+    mix64,
+    probabilities,
+    race,
+    uniform,
+)
 from parlay.engine.step import Engine
 from parlay.policies.types import Proposer
 
@@ -75,3 +82,17 @@ def test_no_noise_of_a_draft_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> 
         engine.step()
     assert len(used) > 100
     assert len(set(used)) == len(used)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [128, 1024, 1000])
+def test_the_first_of_the_largest_logits_is_chosen(dtype: torch.dtype, vocab: int) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(64, vocab, generator=rng).mul(2).round().to(dtype)  # full of ties
+    logits[1] = -logits[1].abs() - 1
+    logits[2] = 0.0
+    logits[3, 7:9] = 3e38
+    assert torch.equal(first_choices(logits), logits.float().argmax(-1))
+    # Rows without any logit above 0 send the whole batch another way.
+    high = logits + 20
+    assert torch.equal(first_choices(high), high.float().argmax(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_prompts_beside_it_make_no_request_draft_deeper() -> None:
         plan = policy.decide(view)
         policy.observe(outcome_of(rng, step, 0.0)[0])
     assert plan.k.sum() > 0
-    rows = {
+    rows: dict[str, Any] = {
         f.name: value[2:]
         for f in dataclasses.fields(view)
         if isinstance(value := getattr(view, f.name), np.ndarray) and len(value) == ROWS
