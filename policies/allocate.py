@@ -163,6 +163,8 @@ def _decide_again(plan: Plan, view: BatchView, index: Array, fit: Fitted, surviv
     depth = np.full(PROPOSERS, survival.shape[2])
     for proposer in (DRAFT_MODEL, MEDUSA):
         depth[proposer] = fit.k[fit.proposer == proposer].max(initial=0)
+    if (lookups := plan.k[plan.proposer == NGRAM]).any():
+        depth[NGRAM] = lookups.max()  # a longer row would pad all the others
     limit = np.minimum(depth, view.max_k[row][:, None])
     limit *= (view.proposer_mask[row][:, None] >> np.arange(PROPOSERS)) & 1
     price = plan.marginal_token_price_ms + plan.draft_token_price_ms

@@ -106,8 +106,9 @@ class StepTime:
     """Step time from tokens verified, KV read, passes and tokens drafted, and KV caught up."""
 
     def __init__(self) -> None:
-        # Against one token: 32 tokens 1.5x (CPU 1.7x, GPU 1.1x), 4096 tokens of KV another .2x.
-        self.verify = Line((1.0, 0.5, 0.2), (0.3, 0.3, 0.2))
+        # Against one token: 32 tokens 1.5x (CPU 1.7x, GPU 1.1x), 4096 tokens of KV another .2x,
+        # and 32 places that only fill rows up to the longest hardly anything.
+        self.verify = Line((1.0, 0.5, 0.2, 0.02), (0.3, 0.3, 0.2, 0.1))
         self.overhead = Line((0.04, 0.02), (0.05, 0.03))
         # Against a verified token: a pass of the draft model, a token in it, a token caught up.
         self.draft = Line((0.06, 0.003, 0.002), (0.06, 0.003, 0.002))
@@ -118,7 +119,8 @@ class StepTime:
         """Learn from a step, in which the draft model caught up `catch_up_tokens` of KV."""
         tokens = float(outcome.padded_tokens)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
-            x = np.array([1.0, tokens / TOKENS_UNIT, outcome.kv_tokens / KV_UNIT])
+            kv, pads = outcome.kv_tokens / KV_UNIT, _padding(outcome) / TOKENS_UNIT
+            x = np.array([1.0, tokens / TOKENS_UNIT, kv, pads])
             believed = self.verify.add(x, outcome.verify_ms)
             if np.isfinite(believed):
                 self._add_ratio(tokens, believed / max(float(x @ self.verify.weights()), 1e-9))
@@ -140,13 +142,17 @@ class StepTime:
 
     def verify_ms(self, tokens: Array, kv_tokens: float) -> Array:
         """Return the time of a step that drafts nothing, f64 like `tokens`, rising, above 0."""
-        fixed, per_token, per_kv = self.verify.weights()
+        fixed, per_token, per_kv, _ = self.verify.weights()
         line = fixed + per_token * tokens / TOKENS_UNIT + per_kv * kv_tokens / KV_UNIT
         ratio = self._ratio[0] / (_RATIO_PRIOR + self._ratio[1])
         line = line * np.exp(np.interp(np.log(tokens), _LOG_EDGES, ratio))
         host, host_token = self.overhead.weights(self._scale())
         total = line + host + host_token * tokens / TOKENS_UNIT
         return np.maximum.accumulate(np.maximum(total, 1e-6))
+
+    def pad_ms(self) -> float:
+        """Return what each token takes by which a row is shorter than the longest."""
+        return float(self.verify.weights()[3]) / TOKENS_UNIT
 
     def draft_ms(self) -> tuple[float, Array, float]:
         """Return what a pass of the draft model, each proposer's token, a caught-up token take."""
@@ -182,3 +188,9 @@ class StepTime:
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])
         self._ratio = np.array(state["ratio"])
+
+
+def _padding(outcome: StepOutcome) -> float:
+    """Return how many tokens rows of a step without prompts would need to be all of one length."""
+    k = outcome.verified_k
+    return 0.0 if outcome.prefill_tokens else float(len(k) * int(k.max(initial=0)) - k.sum())

@@ -119,6 +119,7 @@ class Goodput:
             a_pass,
             token_ms,
             behind * (catch_up / DWELL_STEPS),
+            self.step_time.pad_ms(),
         )
 
     def _doubt(self, outcome: StepOutcome) -> Array:

@@ -32,12 +32,14 @@ class StepCosts:
     padded and with overhead; its length caps the budget. pass_ms: one pass of the draft model over
     the batch. token_ms f64 [PROPOSERS]: each drafted token on top. switch_ms f64 [rows]: what
     letting the draft model draft a row costs at once (KV to catch up), spread over DWELL_STEPS.
+    pad_ms: each token by which a row is shorter than the longest, where rows are padded to it.
     """
 
     verify_ms: Array
     pass_ms: float
     token_ms: Array
     switch_ms: Array
+    pad_ms: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,8 +76,22 @@ def best_plan(
     """Return the best plan for survival f64 [rows, PROPOSERS, K], 0 wherever a row may not draft.
 
     emits: tokens the step yields without drafts. ms_per_token: a first guess, which only saves
-    time.
+    time. Where rows are padded to the longest, smaller depths are tried too, each half the last.
     """
+    best = _best_of_any_depth(survival, costs, emits, ms_per_token)
+    cap = int(best.k.max(initial=0)) // 2
+    while costs.pad_ms > 0.0 and cap > 0:
+        reachable = np.arange(survival.shape[2]) < cap
+        found = _best_of_any_depth(survival * reachable, costs, emits, best.ms_per_token)
+        if found.ms_per_token < best.ms_per_token:
+            best = found
+        cap //= 2
+    return best
+
+
+def _best_of_any_depth(
+    survival: Array, costs: StepCosts, emits: float, ms_per_token: float | None
+) -> Allocation:
     best = none = no_speculation(len(survival), emits, costs)
     value = ms_per_token or none.ms_per_token
     many = min(len(costs.verify_ms) - 1, 2 * len(survival))
@@ -151,4 +167,5 @@ def priced(
     per_token = float((costs.token_ms[proposer] * k).sum())
     ms = float(costs.verify_ms[int(k.sum())]) + depth * costs.pass_ms + per_token
     ms += float(costs.switch_ms[drafts].sum())
+    ms += costs.pad_ms * (emits * int(k.max(initial=0)) - float(k.sum()))
     return Allocation(proposer, k, depth, tokens, ms, price)
