@@ -28,6 +28,12 @@ class Example:
     hidden: Tensor
 
 
+def windowed(example: Example, prompt_tokens: int) -> Example:
+    """Return an example without what stands before the last prompt_tokens of its prompt."""
+    drop = max(example.prompt - prompt_tokens, 0)
+    return Example(example.task, example.ids[drop:], example.prompt - drop, example.hidden)
+
+
 def write_shard(path: Path, examples: list[Example]) -> None:
     """Write examples to a file, whole or not at all."""
     shard = {

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parlay.engine.distill.examples import read_shards
+from parlay.engine.distill.ask import TASK as ASKED_TASK
+from parlay.engine.distill.ask import asked
+from parlay.engine.distill.examples import read_shards, windowed
 from parlay.engine.distill.generate import Decoder, Job, answer
 from parlay.engine.distill.held_out import held_out_prompts
 from parlay.engine.distill.llama import body_of, target_of
@@ -26,6 +28,8 @@ from parlay.engine.distill.talk import talk_prompts
 from parlay.engine.distill.train import Progress as Stand
 from parlay.engine.distill.train import train
 from parlay.engine.draft_format import load_draft, read_card, save_draft
+from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
+from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.tokenizer import load as load_tokenizer
 from parlay.engine.weights import default_model_dir, load_checkpoint
 
@@ -34,7 +38,8 @@ TRAIN_NEW_TOKENS = 200
 MEASURE_NEW_TOKENS = 128
 GREEDY_SHARE = 0.5
 TEMPERATURES = (0.5, 0.7, 0.8, 1.0)
-TALK_SHARE = 0.4
+TALK_SHARE = 0.25
+ASKED_SHARE = 0.45
 
 
 @dataclass
@@ -52,6 +57,16 @@ class Settings:
         """Return how many of the prompts are varied talk."""
         return round(self.prompts * TALK_SHARE)
 
+    @property
+    def drawn(self) -> int:
+        """Return how many of the prompts are drawn from `prompts.py`."""
+        return self.prompts - self.talk - self.asked
+
+    @property
+    def asked(self) -> int:
+        """Return how many of the prompts the target asks itself."""
+        return round(self.prompts * ASKED_SHARE)
+
 
 def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     """Run every stage, write the draft, and return its card."""
@@ -60,11 +75,15 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     folder = settings.model or default_model_dir()
     config, weights = load_checkpoint(folder)
     taught = settings.work / f"answers-{settings.seed}"
-    jobs = _training_jobs(settings, folder)
+    tokenizer, decoder = load_tokenizer(folder), lambda: Decoder(config, weights, LONGEST)
+    with _bar(console, "ask prompts", settings.asked) as bar:
+        path = settings.work / f"asked-{settings.seed}.jsonl"
+        questions = asked(path, decoder, tokenizer, settings.asked, settings.seed, bar.add)
+    jobs = _training_jobs(settings, tokenizer, questions)
     with _bar(console, "answer prompts", len(jobs)) as bar:
-        answer(lambda: Decoder(config, weights, LONGEST), jobs, TRAIN_NEW_TOKENS, taught, bar.add)
+        answer(decoder, jobs, TRAIN_NEW_TOKENS, taught, bar.add)
     target = target_of(config, weights, torch.bfloat16)
-    examples = list(read_shards(taught))
+    examples = [windowed(e, DRAFT_WINDOW_TOKENS) for e in read_shards(taught)]
     vocab = frequent_ids((e.ids[e.prompt :] for e in examples), HEAD_ROWS)
     student = new_student(target, vocab)
     with _bar(console, "train", 60 * settings.minutes) as bar:
@@ -78,7 +97,7 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
         )
     card = {
         "target": folder.name,
-        "prompts": [[settings.seed, settings.prompts - settings.talk]],
+        "prompts": [[settings.seed, settings.drawn]],
         "answer_tokens": sum(len(e.hidden) for e in examples),
         "trained_tokens": state.tokens,
         "steps": state.steps,
@@ -121,13 +140,15 @@ def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     held_out = settings.work / "held-out"
     card = read_card(out)
     prompts = held_out_prompts(Path(os.environ["PARLAY_DATA"]), card.get("prompts", []))
-    jobs = _jobs(folder, prompts)
+    jobs = _jobs(load_tokenizer(folder), prompts)
     with _bar(console, "answer held-out prompts", len(jobs)) as bar:
         answer(
             lambda: Decoder(config, weights, LONGEST), jobs, MEASURE_NEW_TOKENS, held_out, bar.add
         )
     asked = {tuple(job.prompt) for job in jobs}
     answers = [e for e in read_shards(held_out) if tuple(e.ids[: e.prompt]) in asked]
+    # As the engine serves it: a draft begins a window before the first token it guesses.
+    answers = [windowed(e, DRAFT_WINDOW_TOKENS) for e in answers]
     texts = [(e.task, e.ids, e.prompt) for e in answers]
     with _bar(console, "draft at every position", len(texts)) as bar:
         accepted = by_task(drafter, texts, bar.add)
@@ -138,28 +159,31 @@ def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     return {**card, "accepted": accepted}
 
 
-def _training_jobs(settings: Settings, folder: Path) -> list[Job]:
-    """Mix prompts of every task with varied talk, the same for the same seed."""
+def _training_jobs(
+    settings: Settings, tokenizer: Tokenizer, questions: list[list[int]]
+) -> list[Job]:
+    """Mix prompts of every task, varied talk and questions, the same for the same seed."""
     prompts = [
-        *training_prompts(settings.prompts - settings.talk, settings.seed),
+        *training_prompts(settings.drawn, settings.seed),
         *talk_prompts(settings.talk, settings.seed),
     ]
-    random.Random(settings.seed).shuffle(prompts)
-    return _jobs(folder, prompts, settings.seed)
-
-
-def _jobs(folder: Path, prompts: list[Prompt], seed: int | None = None) -> list[Job]:
-    """Make jobs of the prompts that are short enough; without a seed all are greedy."""
-    tokenizer = load_tokenizer(folder)
-    rng = random.Random(seed)
-    jobs = []
-    for number, prompt in enumerate(prompts):
-        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
-        if len(ids) <= LONGEST - TRAIN_NEW_TOKENS - 1:
-            greedy = seed is None or rng.random() < GREEDY_SHARE
-            temperature = 0.0 if greedy else rng.choice(TEMPERATURES)
-            jobs.append(Job(prompt.task, ids, temperature, number))
+    jobs = [*_jobs(tokenizer, prompts), *(Job(ASKED_TASK, ids, 0.0, 0) for ids in questions)]
+    rng = random.Random(settings.seed)
+    rng.shuffle(jobs)
+    for number, job in enumerate(jobs):
+        job.seed = number
+        job.temperature = 0.0 if rng.random() < GREEDY_SHARE else rng.choice(TEMPERATURES)
     return jobs
+
+
+def _jobs(tokenizer: Tokenizer, prompts: list[Prompt]) -> list[Job]:
+    """Make greedy jobs of the prompts that are short enough."""
+    texts = [tokenizer.chat([{"role": "user", "content": p.text}]) for p in prompts]
+    return [
+        Job(prompt.task, ids, 0.0, 0)
+        for prompt, ids in zip(prompts, texts, strict=True)
+        if len(ids) <= LONGEST - TRAIN_NEW_TOKENS - 1
+    ]
 
 
 class _Bar:

@@ -32,7 +32,10 @@ class Letters:
     """A tokenizer whose every token is one ASCII letter."""
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return [ord(c) for m in messages for c in m["content"] if ord(c) < 128]
+        return [2, *self.encode("".join(m["content"] for m in messages)), 3]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text if ord(c) < 128]
 
 
 @pytest.fixture
