@@ -13,6 +13,7 @@ from parlay.engine.demo.workload import (
     Cell,
     Shape,
     cells_of,
+    output_lengths,
     run_cell,
 )
 from parlay.engine.step import Engine
@@ -68,11 +69,15 @@ class Costs:
     step_ms: dict[int, float]
     prompt_token_ms: float
 
-    def seconds(self, cell: Cell, prompt_tokens: Sequence[int], output_tokens: int) -> float:
-        """Return what a cell should take without speculation."""
+    def seconds(self, cell: Cell, prompt_tokens: Sequence[int], lengths: Sequence[int]) -> float:
+        """Return what a cell should take without speculation; lengths: outputs' by prompt."""
         prompt_ms = self.prompt_token_ms * sum(prompt_tokens[i] for i in cell.prompts)
-        steps = output_tokens * -(-len(cell.prompts) // cell.concurrency)
-        return 1e-3 * (prompt_ms + steps * self.step_ms[cell.concurrency])
+        outputs = [lengths[i] for i in cell.prompts]
+        full = sum(outputs) / cell.concurrency
+        thin = max(max(outputs) - full, 0.0)  # the longest go on in a batch that empties
+        return 1e-3 * (
+            prompt_ms + full * self.step_ms[cell.concurrency] + thin * min(self.step_ms.values())
+        )
 
 
 def measure_costs(
@@ -89,7 +94,7 @@ def measure_costs(
         run = run_cell(engine, cell, prompts, prompt_ids, _PROBE_TOKENS[c], on_step)
         full = [ms for ms, rows, _ in run.steps.timeline if rows.sum() == len(cell.prompts)]
         step_ms[c] = median(full or [1e3 * run.seconds / _PROBE_TOKENS[c]])
-        prompt_ms += max(1e3 * run.seconds - _PROBE_TOKENS[c] * step_ms[c], 0.0)
+        prompt_ms += max(1e3 * run.seconds - len(run.steps.timeline) * step_ms[c], 0.0)
         prompt_tokens += sum(len(prompt_ids[i]) for i in cell.prompts)
     return Costs(step_ms, prompt_ms / prompt_tokens)
 
@@ -108,7 +113,8 @@ def choose_shape(
     tokens = [len(ids) for ids in prompt_ids]
     for rounds, output_tokens in plan.wishes:
         shape = Shape(rounds, output_tokens, plan.task_requests, plan.mixed_requests)
-        a_pass_s = sum(costs.seconds(c, tokens, output_tokens) for c in cells_of(prompts, shape))
+        lengths = output_lengths(prompts, output_tokens)
+        a_pass_s = sum(costs.seconds(c, tokens, lengths) for c in cells_of(prompts, shape))
         if rounds * modes * a_pass_s <= plan.rounds_s:
             break
     return shape

@@ -20,7 +20,14 @@ from parlay.engine.demo.budget import Costs, Plan, choose_shape, measure_costs
 from parlay.engine.demo.modes import Lane
 from parlay.engine.demo.prompts import DemoPrompt
 from parlay.engine.demo.stats import NONE
-from parlay.engine.demo.workload import Cell, CellRun, Shape, cells_of, run_cell
+from parlay.engine.demo.workload import (
+    Cell,
+    CellRun,
+    Shape,
+    cells_of,
+    output_lengths,
+    run_cell,
+)
 
 
 @dataclass(slots=True)
@@ -55,7 +62,8 @@ def run_demo(
     console.print(describe(run, len(lanes)), highlight=False)
     stop_s = started_s + plan.deadline_s - plan.check_s
     tokens = [len(ids) for ids in prompt_ids]
-    seconds = [costs.seconds(c, tokens, shape.output_tokens) for c in run.cells]
+    lengths = output_lengths(prompts, shape.output_tokens)
+    seconds = [costs.seconds(c, tokens, lengths) for c in run.cells]
     with _progress(console) as progress:
         bar = progress.add_task("", total=shape.rounds * len(lanes) * sum(seconds))
 
@@ -104,7 +112,7 @@ def describe(run: DemoRun, modes: int) -> str:
     steps = ", ".join(f"{costs.step_ms[c]:.0f} ms at {c}" for c in sorted(costs.step_ms))
     return (
         f"a plain step takes {steps}; a prompt token {costs.prompt_token_ms:.2f} ms. So: "
-        f"{shape.rounds} rounds x {modes} modes x {len(run.cells)} cells, at most "
+        f"{shape.rounds} rounds x {modes} modes x {len(run.cells)} cells, about "
         f"{shape.output_tokens} tokens a request; at 16 a task's prompts are used several times"
     )
 

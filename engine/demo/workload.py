@@ -12,6 +12,9 @@ from parlay.engine.step import Engine
 
 CONCURRENCIES = (1, 4, 16)
 MIXED = "mixed"
+_LENGTHS = (1.1, 0.9, 0.6, 1.4)
+"""Of the mean, by a prompt's place in its task. Were all outputs of one length, plain decoding
+would end a whole batch in one step, as no real load does, and never run it half empty."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,12 +38,18 @@ class Cell:
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """How much to run: rounds, tokens a request, and requests of a cell by concurrency."""
+    """How much to run: rounds, mean tokens a request, and requests of a cell by concurrency."""
 
     rounds: int
     output_tokens: int
     task_requests: Mapping[int, int]
     mixed_requests: Mapping[int, int]
+
+
+def output_lengths(prompts: Sequence[DemoPrompt], mean: int) -> list[int]:
+    """Return how many tokens each prompt is answered with at most."""
+    place = [sum(other.task == p.task for other in prompts[:i]) for i, p in enumerate(prompts)]
+    return [max(1, round(mean * _LENGTHS[at % len(_LENGTHS)])) for at in place]
 
 
 def cells_of(prompts: Sequence[DemoPrompt], shape: Shape) -> list[Cell]:
@@ -89,8 +98,11 @@ def run_cell(
     output_tokens: int,
     on_step: Callable[[], None] | None = None,
 ) -> CellRun:
-    """Decode a cell greedily in a closed loop: as one request ends the next comes in."""
-    sampling = SamplingParams(max_tokens=output_tokens)
+    """Decode a cell greedily in a closed loop: as one request ends the next comes in.
+
+    output_tokens: a mean; each prompt has a length of its own.
+    """
+    sampling = [SamplingParams(max_tokens=n) for n in output_lengths(prompts, output_tokens)]
     waiting = list(cell.prompts)[::-1]
     requests: list[Request] = []
     log = StepLog()
@@ -100,7 +112,7 @@ def run_cell(
         while waiting and live < cell.concurrency:
             index = waiting.pop()
             task = SpeculationParams(task=prompts[index].task)
-            requests.append(engine.add(prompt_ids[index], sampling, task))
+            requests.append(engine.add(prompt_ids[index], sampling[index], task))
             live += 1
         outcome = engine.step()
         if outcome is not None:

@@ -23,7 +23,7 @@ from parlay.engine.demo.prompts import TASKS, demo_prompts
 from parlay.engine.demo.report import findings, print_report, report_of
 from parlay.engine.demo.run import DemoRun, TooSlow, run_demo
 from parlay.engine.demo.soundness import compare, judge
-from parlay.engine.demo.workload import Cell, CellRun, cells_of, run_cell
+from parlay.engine.demo.workload import Cell, CellRun, cells_of, output_lengths, run_cell
 from parlay.engine.request import Request
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
@@ -76,10 +76,12 @@ def test_every_mode_decodes_the_same_and_the_report_adds_up(
 ) -> None:
     done = decode(lanes)
     assert len(done.rounds) == 2
+    lengths = output_lengths(PROMPTS, TOKENS)
+    assert len(set(lengths[:4])) == 4, "requests end one by one"
     for by_mode in done.rounds:
         for runs in by_mode.values():
             for cell, cell_run in zip(done.cells, runs, strict=True):
-                assert cell_run.tokens == TOKENS * len(cell.prompts)
+                assert cell_run.tokens == sum(lengths[i] for i in cell.prompts)
                 assert [p for p, _ in cell_run.outputs] == list(cell.prompts)
     report = report_of(done, "goodput", judge(compare(done), NobodyDiverged()))
     modes = report["modes"]
@@ -151,7 +153,8 @@ def test_the_shape_fits_the_time(plan: Plan, slower: float) -> None:
     shape = choose_shape(plan, costs, PROMPTS, ids, 7)
     cells = cells_of(PROMPTS, shape)
     tokens = [len(i) for i in ids]
-    a_pass_s = sum(costs.seconds(c, tokens, shape.output_tokens) for c in cells)
+    lengths = output_lengths(PROMPTS, shape.output_tokens)
+    a_pass_s = sum(costs.seconds(c, tokens, lengths) for c in cells)
     assert 7 * shape.rounds * a_pass_s <= plan.rounds_s
     assert shape.rounds >= 2
     assert plan.rounds_s + plan.check_s < plan.deadline_s

@@ -40,7 +40,8 @@ def test_a_question_stands_where_the_users_text_would() -> None:
 
 
 def test_what_it_asked_is_kept_once_and_only_where_it_ended(tmp_path: Path) -> None:
-    path, drawn = tmp_path / "asked.jsonl", []
+    path = tmp_path / "asked.jsonl"
+    drawn: list[int] = []
 
     def ask(make: object, seed: int = 1) -> list[list[int]]:
         assert callable(make)
