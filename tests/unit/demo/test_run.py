@@ -94,7 +94,7 @@ def test_every_mode_decodes_the_same_and_the_report_adds_up(
     assert modes["adaptive"]["ratio_to_none"] > 1
     assert report["adaptive"] == "adaptive"
     assert report["best_static"] in modes
-    assert report["per_cell_best"]["picks"]["edit@1"] == "ngram-7"
+    assert report["per_cell_best"]["picks"]["edit@1"] in ("ngram-7", "gate")
     assert 0 < report["min_cell_ratio"] <= modes["adaptive"]["ratio_to_none"]
     assert (report["identical"], report["sound_divergences"]) == (True, 0)
     assert report["outputs_compared"] == 2 * 6 * sum(len(c.prompts) for c in done.cells)
