@@ -18,6 +18,12 @@ from parlay.engine.sidecar import START_S, sidecar
 from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy
 
+_MEANING = {
+    "p50_us": "from a report to its plan, step after step",
+    "paced_p50_us": "the same with a step each 10 ms",
+    "engine_thread_p50_us": "what a step costs the engine's own thread, which never waits",
+    "fresh_share": "steps that followed a plan of the newest report or the one before",
+}
 WARM_UP_STEPS = 50
 PACE_S = 0.010
 BUSY_S = 0.002
@@ -41,7 +47,8 @@ def bench_rpc(
     figures: dict[str, object] = {"requests": requests, "policy": policy, "steps": steps}
     figures.update(measured)
     for name, value in figures.items():
-        typer.echo(f"{name:22} {value:.4g}" if isinstance(value, float) else f"{name:22} {value}")
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        typer.echo(f"{name:22} {shown!s:8} {_MEANING.get(name, '')}".rstrip())
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -50,18 +50,27 @@ def demo(
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to say to the model; - reads standard input")],
     model: Annotated[Path | None, typer.Option(help="a Hugging Face Llama folder")] = None,
-    policy: Annotated[str, typer.Option(help="what decides on speculation")] = "goodput",
+    policy: Annotated[
+        str | None, typer.Option(help="what decides on speculation [default: goodput]")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
     ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
     max_tokens: Annotated[int, typer.Option(help="end after so many tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="the same text each time")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="of draws at a temperature; in float32 no policy changes the text"),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text")] = None,
     sidecar: Annotated[
         str | None,
-        typer.Option(metavar="TARGET", help="ask a `parlay serve` (unix:/path, host:port)"),
+        typer.Option(
+            metavar="TARGET",
+            help="let a `parlay serve` decide (unix:/path, host:port), and us where it is silent",
+        ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="say what speculation did")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
@@ -69,26 +78,32 @@ def generate(
     """Generate text for one prompt."""
     with _one_line("generate"):
         from parlay.engine.generate import generate as run
-        from parlay.engine.generate import open_engine
+        from parlay.engine.generate import open_engine, unheard
         from parlay.engine.request import SamplingParams
 
         text = _text(prompt)
         sampling = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ())
         )
-        with open_engine(model, policy, key_values(settings or []), sidecar) as (engine, tokenizer):
+        if sidecar is not None and (policy is not None or settings):
+            raise ValueError("--sidecar decides by its own policy: leave out --policy and --set")
+        chosen = policy or "goodput", key_values(settings or [])
+        with open_engine(model, *chosen, sidecar, dtype) as (engine, tokenizer):
             ids = (
                 tokenizer.chat([{"role": "user", "content": text}])
                 if chat
                 else tokenizer.encode(text)
             )
             done = run(engine, tokenizer, ids, sampling, _ignore if as_json else _stream)
+            silence = unheard(engine.planner)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(done)))
-        return
-    typer.echo()
-    if stats:
+    else:
+        typer.echo()
+    if stats and not as_json:
         typer.echo(done.stats(), err=True)
+    if silence is not None:
+        typer.echo(f"parlay generate: no plan from {sidecar} ({silence}); decided here", err=True)
 
 
 def bench_engine(

@@ -70,13 +70,18 @@ class Generated:
     def stats(self) -> str:
         """Return the counts as one line."""
         who = ", ".join(f"{name} {n}" for name, n in self.steps_by_proposer.items())
+        plans = ", ".join(f"{name} {n}" for name, n in self.steps_by_plan_source.items())
+        later = f", then {self.tpot_ms:.1f} ms each" if self.output_tokens > 1 else ""
         return (
-            f"{self.output_tokens} tokens in {self.steps} steps ({who}), "
-            f"{self.mean_acceptance_length:.2f} a step; "
-            f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted; "
-            f"{self.tokens_per_s:.1f} tokens/s, first token after {self.ttft_ms:.0f} ms, "
-            f"then {self.tpot_ms:.1f} ms each"
+            f"{_count(self.output_tokens, 'token')} in {_count(self.steps, 'step')} ({who}; plans: "
+            f"{plans}), {self.mean_acceptance_length:.2f} a step; "
+            f"{self.accepted_tokens} of {_count(self.drafted_tokens, 'drafted token')} accepted; "
+            f"{self.tokens_per_s:.1f} tokens/s, first token after {self.ttft_ms:.0f} ms{later}"
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def generate(
@@ -144,7 +149,11 @@ def _summary(
 
 @contextmanager
 def open_engine(
-    model: Path | None, policy: str, settings: Mapping[str, Any], sidecar: str | None
+    model: Path | None,
+    policy: str,
+    settings: Mapping[str, Any],
+    sidecar: str | None,
+    dtype: str = "auto",
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model (None: the default one) under a policy, or under a sidecar with it as fallback.
 
@@ -153,7 +162,7 @@ def open_engine(
     make_policy(policy, settings)  # a wrong name should not wait for the model
     from parlay.engine.llm import load_backend  # torch takes a second: only when it is needed
 
-    backend, tokenizer = load_backend(model)
+    backend, tokenizer = load_backend(model, dtype=dtype)
     planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
@@ -162,3 +171,12 @@ def open_engine(
     with closing(planner):
         engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
         yield engine, tokenizer
+
+
+def unheard(planner: Planner) -> str | None:
+    """Say why no plan came from a sidecar that was asked; None where one came or none was asked."""
+    from parlay.engine.remote import RemotePlanner
+
+    if not isinstance(planner, RemotePlanner) or planner.stats.plans_remote:
+        return None
+    return planner.stats.last_error or "it was silent"

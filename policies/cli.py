@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,8 @@ _HELP = {
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    # As ctrl-C does, SIGTERM lets what was started end too; `parlay serve` has its own handler.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -52,6 +55,9 @@ def main() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit status: 2 where there is no such command."""
     commands = {point.name: point for point in entry_points(group=GROUP)}
+    if list(argv) == ["--version"]:
+        typer.echo(f"parlay {version('parlay')}")
+        return 0
     path, rest = _split(argv, commands)
     if path in commands:
         return _call(commands[path], rest)

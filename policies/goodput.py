@@ -1,4 +1,4 @@
-"""The first goodput policy: learned hazards and step times, the plan that emits most per ms.
+"""The default policy: learned hazards and step times, and the plan that emits most per ms.
 
 Optimistic where it knows nothing. A proposer that the plans leave alone is tried again in short
 blocks over the whole batch (probing one request at a time teaches too little, for the passes of a

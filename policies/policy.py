@@ -164,8 +164,8 @@ def _parse(policy: str, key: str, value: Any, default: Any) -> Any:
         return type(default)(value)
     except (ValueError, KeyError):
         kind = (
-            "list of " + type(default[0]).__name__
+            f"values of type {type(default[0]).__name__}, separated by commas"
             if isinstance(default, tuple)
-            else type(default).__name__
+            else f"of type {type(default).__name__}"
         )
-        raise ValueError(f"policy '{policy}': setting {key}={value} is not a {kind}") from None
+        raise ValueError(f"policy '{policy}': setting {key}={value} should be {kind}") from None

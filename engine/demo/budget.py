@@ -91,7 +91,8 @@ def measure_costs(
     prompt_ms = prompt_tokens = 0.0
     for c in CONCURRENCIES:
         cell = Cell(MIXED, c, tuple(range(len(prompts)))[:c])
-        run = run_cell(engine, cell, prompts, prompt_ids, _PROBE_TOKENS[c], on_step)
+        lengths = [_PROBE_TOKENS[c]] * len(prompts)
+        run = run_cell(engine, cell, prompts, prompt_ids, lengths, on_step)
         full = [ms for ms, rows, _ in run.steps.timeline if rows.sum() == len(cell.prompts)]
         step_ms[c] = median(full or [1e3 * run.seconds / _PROBE_TOKENS[c]])
         prompt_ms += max(1e3 * run.seconds - len(run.steps.timeline) * step_ms[c], 0.0)

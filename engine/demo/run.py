@@ -29,6 +29,8 @@ from parlay.engine.demo.workload import (
     run_cell,
 )
 
+TELL_S = 20.0
+
 
 @dataclass(slots=True)
 class DemoRun:
@@ -64,6 +66,7 @@ def run_demo(
     tokens = [len(ids) for ids in prompt_ids]
     lengths = output_lengths(prompts, shape.output_tokens)
     seconds = [costs.seconds(c, tokens, lengths) for c in run.cells]
+    tell = _teller(console)
     with _progress(console) as progress:
         bar = progress.add_task("", total=shape.rounds * len(lanes) * sum(seconds))
 
@@ -71,7 +74,8 @@ def run_demo(
             cell = run.cells[index]
             at = f"round {len(run.rounds) + 1}/{shape.rounds} {cell.label} {lane.mode.name}"
             progress.update(bar, description=at)
-            done = run_cell(lane.engine, cell, prompts, prompt_ids, shape.output_tokens)
+            tell(at, progress.tasks[0].percentage)
+            done = run_cell(lane.engine, cell, prompts, prompt_ids, lengths)
             progress.advance(bar, seconds[index])
             return done
 
@@ -81,6 +85,8 @@ def run_demo(
                 break
             run.rounds.append(finished)
     run.stopped_early = len(run.rounds) < shape.rounds
+    if run.stopped_early:
+        console.print(f"time is up in round {len(run.rounds) + 1}, which is left out")
     if not run.rounds:
         raise TooSlow(
             f"this machine is too slow for one round in {plan.deadline_s / 60:.0f} minutes"
@@ -115,6 +121,18 @@ def describe(run: DemoRun, modes: int) -> str:
         f"{shape.rounds} rounds x {modes} modes x {len(run.cells)} cells, about "
         f"{shape.output_tokens} tokens a request; at 16 a task's prompts are used several times"
     )
+
+
+def _teller(console: Console) -> Callable[[str, float], None]:
+    """Return what says now and then where a run is, where no bar can be drawn."""
+    said_s = [time.monotonic()]
+
+    def tell(where: str, percent: float) -> None:
+        if not console.is_terminal and time.monotonic() - said_s[0] > TELL_S:
+            said_s[0] = time.monotonic()
+            console.print(f"{where}: {percent:.0f}%", highlight=False)
+
+    return tell
 
 
 def _progress(console: Console) -> Progress:

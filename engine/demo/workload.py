@@ -95,14 +95,14 @@ def run_cell(
     cell: Cell,
     prompts: Sequence[DemoPrompt],
     prompt_ids: Sequence[list[int]],
-    output_tokens: int,
+    lengths: Sequence[int],
     on_step: Callable[[], None] | None = None,
 ) -> CellRun:
     """Decode a cell greedily in a closed loop: as one request ends the next comes in.
 
-    output_tokens: a mean; each prompt has a length of its own.
+    lengths: of each prompt's output, at most.
     """
-    sampling = [SamplingParams(max_tokens=n) for n in output_lengths(prompts, output_tokens)]
+    sampling = [SamplingParams(max_tokens=n) for n in lengths]
     waiting = list(cell.prompts)[::-1]
     requests: list[Request] = []
     log = StepLog()

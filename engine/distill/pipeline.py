@@ -127,7 +127,10 @@ def finish(
 def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     """Measure the draft in a file on held-out prompts; print a table and return its figures."""
     if "PARLAY_DATA" not in os.environ:
-        raise ValueError("measuring needs public prompts: set PARLAY_DATA to their folder")
+        raise ValueError(
+            "measuring needs public prompts: set PARLAY_DATA to a folder with MT-Bench's"
+            " prompts/mt_bench_question.jsonl and HumanEval's prompts/HumanEval.jsonl.gz"
+        )
     torch.set_num_threads(1)
     settings.work.mkdir(parents=True, exist_ok=True)
     folder = settings.model or default_model_dir()

@@ -30,7 +30,9 @@ def test_plans_come_from_the_sidecar_and_speed_decoding_up() -> None:
         cell = Cell("edit", 1, edit)
         for _ in range(50):
             # The virtual clock runs far ahead of the wire: let a plan come between two steps.
-            run = run_cell(lane.engine, cell, prompts, ids, 40, lambda: time.sleep(0.01))
+            run = run_cell(
+                lane.engine, cell, prompts, ids, [40] * len(ids), lambda: time.sleep(0.01)
+            )
             if run.steps.mean_acceptance_length > 2:
                 break
         figures = sidecar_figures(lanes)

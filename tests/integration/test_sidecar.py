@@ -373,3 +373,25 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
         )
     assert done.returncode != 0
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_a_command_that_is_told_to_end_takes_its_sidecar_along() -> None:
+    program = """
+import time
+from parlay.engine.sidecar import sidecar
+from parlay.policies import cli
+def work(argv):
+    with sidecar("none") as target:
+        print(target, flush=True)
+        time.sleep(60)
+cli.run = work
+cli.main()
+"""
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    socket = Path(process.stdout.readline().strip().removeprefix("unix:"))
+    assert socket.exists()
+    process.terminate()
+    assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+    assert not socket.parent.exists()

@@ -138,6 +138,22 @@ def test_out_of_time_keeps_whole_rounds_only(
     assert (len(done.rounds), done.stopped_early) == (1, True)
     report = report_of(done, "goodput", judge(compare(done), NobodyDiverged()))
     assert "only one round" in findings(report)[-1]
+    assert not any("other" in line for line in findings(report)[:2]), "there is no other half"
+
+
+def test_without_a_terminal_lines_say_where_it_is(
+    lanes: Sequence[Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("parlay.engine.demo.run.time.monotonic", lambda: float(next(ticks)))
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    plan = replace(PLAN, deadline_s=1200.0)
+    done = run_demo(lanes, PROMPTS, IDS, plan, console, 0.0)
+    said = [line for line in out.getvalue().splitlines() if line.startswith("round ")]
+    assert len(said) > 5
+    assert said[-1].startswith("round 2/2")
+    assert not done.stopped_early
 
 
 def test_too_slow_for_one_round(lanes: Sequence[Lane]) -> None:

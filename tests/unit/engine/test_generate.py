@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from parlay.engine import cli
 from parlay.engine import generate as module
 from parlay.engine.generate import StopText, generate
 from parlay.engine.planner import LocalPlanner
+from parlay.engine.remote import EngineInfo, RemotePlanner
 from parlay.engine.request import SamplingParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
@@ -99,9 +100,16 @@ def test_text_is_cut_at_the_first_stop_however_it_comes(
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     @contextmanager
-    def opened(model: object, policy: str, settings: dict[str, str], sidecar: object) -> Any:
+    def opened(
+        model: object, policy: str, settings: dict[str, str], sidecar: str | None, dtype: str
+    ) -> Any:
         make_policy(policy, settings)
-        yield open_virtual(policy), Letters()
+        engine = open_virtual(policy)
+        if sidecar is not None:
+            info = EngineInfo("test", engine.limits)
+            engine.planner = RemotePlanner(sidecar, info, engine.planner)
+        with closing(engine.planner):
+            yield engine, Letters()
 
     monkeypatch.setattr(module, "open_engine", opened)
     app = typer.Typer()
@@ -114,6 +122,15 @@ def test_command_streams_text_and_says_what_speculation_did(app: typer.Typer) ->
     assert done.exit_code == 0, done.output
     assert len(done.stdout.strip()) == 12
     assert "12 tokens in" in done.stderr
+
+
+def test_a_sidecar_that_says_nothing_is_named(app: typer.Typer, tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/nobody.sock"
+    done = CliRunner().invoke(app, ["hello", "--max-tokens", "3", "--sidecar", target])
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.strip()) == 3
+    assert done.stderr.startswith(f"parlay generate: no plan from {target}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_command_prints_json(app: typer.Typer) -> None:
@@ -130,6 +147,8 @@ def test_command_prints_json(app: typer.Typer) -> None:
         (["x", "--set", "k"], "write it as key=value"),
         (["x", "--policy", "fixed", "--set", "proposer=oracle"], "oracle"),
         (["x", "--policy", "fixed", "--set", "k=many"], "k=many"),
+        (["x", "--policy", "none", "--sidecar", "unix:/tmp/x"], "leave out --policy"),
+        (["x", "--set", "k=2", "--sidecar", "unix:/tmp/x"], "leave out --policy"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--max-tokens", "0"], "max_tokens"),
         (["", "--raw"], "empty"),

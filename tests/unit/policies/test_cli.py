@@ -47,6 +47,11 @@ def test_help_lists_every_command_and_imports_none(
         assert name in out
 
 
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("parlay 0")
+
+
 def test_a_group_lists_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench"]) == 0
     out = capsys.readouterr().out
