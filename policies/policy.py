@@ -108,6 +108,11 @@ _MODULES = (
     "parlay.policies.baselines.hf_heuristic",
     "parlay.policies.baselines.batch_table",
     "parlay.policies.baselines.ngram_gate",
+    "parlay.policies.baselines.gamma_tune",
+    "parlay.policies.baselines.stoppers",
+    "parlay.policies.baselines.ema_tiers",
+    "parlay.policies.bandits.ucb_spec",
+    "parlay.policies.bandits.exp3_spec",
     "parlay.policies.goodput",
 )
 

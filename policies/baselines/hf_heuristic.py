@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parlay.policies.baselines.per_request import PerRequest
 from parlay.policies.baselines.rows import check_k, drafter, rows_plan
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import K_LIMIT, Array, BatchView, Plan, Reason, StepOutcome
-
-_FORGET_STEPS = 512
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,45 +42,31 @@ class HfHeuristic(Stateless):
         self.proposer = drafter("hf_heuristic", settings.proposer)
         self.k_max = max(1, min(limits.k_max, K_LIMIT))
         self.last = settings.k_start
-        self.steps = 0
-        self.k: dict[int, int] = {}
-        self.seen: dict[int, int] = {}
+        self.k = PerRequest()
 
     def decide(self, view: BatchView) -> Plan:
         """Return each request's own k."""
         start = min(self.settings.k_start if self.settings.transient else self.last, self.k_max)
-        for new in view.request_id[view.output_tokens == 0].tolist():
-            self.k.pop(new, None)
-        k = np.array([self.k.get(r, start) for r in view.request_id.tolist()], np.int16)
+        k = self.k.of(view, start)
         return rows_plan(view, self.proposer, k, Reason.HEURISTIC, default=(self.proposer, start))
 
     def observe(self, outcome: StepOutcome) -> None:
         """Move the k of every request that drafted."""
-        self.steps += 1
         ids = outcome.request_id.tolist()
         for row in np.flatnonzero(outcome.verified_k > 0):
             k = int(outcome.requested_k[row])
             all_held = outcome.accepted[row] == outcome.verified_k[row]
             self.last = min(k + 2, self.k_max) if all_held else max(1, k - 1)
-            self.k[ids[row]] = self.last
-        self.seen.update(dict.fromkeys(ids, self.steps))
-        if self.steps % 64 == 0:
-            for gone in [r for r, at in self.seen.items() if self.steps - at > _FORGET_STEPS]:
-                del self.seen[gone]
-                self.k.pop(gone, None)
+            self.k.put(ids[row], self.last)
+        self.k.saw(outcome)
 
     def state(self) -> dict[str, Array]:
-        """Return the k of every request that has one."""
-        return {
-            "request_id": np.fromiter(self.k, np.uint64, len(self.k)),
-            "k": np.fromiter(self.k.values(), np.int16, len(self.k)),
-            "last": np.asarray(self.last),
-        }
+        """Return the k of every request that has one, and the last one set."""
+        return {**self.k.state(), "last": np.asarray(self.last)}
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where it does not fit."""
-        if set(state) != set(self.state()) or len(state["request_id"]) != len(state["k"]):
+        if set(state) != set(self.state()):
             raise ValueError("hf_heuristic: the state is incomplete or of another policy")
-        self.k = dict(zip(state["request_id"].tolist(), state["k"].tolist(), strict=True))
-        self.seen = dict.fromkeys(self.k, self.steps)
+        self.k.load(state)
         self.last = int(state["last"])

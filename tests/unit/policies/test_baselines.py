@@ -13,7 +13,14 @@ from tests.unit.policies.test_allocate import view_of
 
 from parlay.policies.allocate import fit_plan
 from parlay.policies.policy import EngineLimits, make_policy, registry
-from parlay.policies.types import DRAFT_MODEL, K_LIMIT, NGRAM, NONE, Proposer
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    K_LIMIT,
+    NGRAM,
+    NONE,
+    Proposer,
+    StopKind,
+)
 
 DATA = Path(os.environ.get("PARLAY_DATA", "../shared/data"))
 REPLAY = DATA / "acceptance/specbench_bnukhkadiev"
@@ -97,6 +104,70 @@ def test_hf_heuristic_starts_anew_or_goes_on() -> None:
         assert policy.decide(fresh).k.tolist() == [start, start]
 
 
+def test_gamma_tune_goes_beyond_what_held_or_towards_it() -> None:
+    policy, view, seen = make_policy("gamma_tune", {}, LIMITS), view_of([1]), []
+    for accepted in (3, 2, 3):
+        k = policy.decide(view).k
+        policy.observe(
+            outcome_of(view.request_id, np.full(1, DRAFT_MODEL), k, np.array([accepted]))
+        )
+        seen.append(int(policy.decide(view).k[0]))
+    assert seen == [5, 3, 5]
+    again = make_policy("gamma_tune", {}, LIMITS)
+    again.load(policy.state())
+    assert again.decide(view).k.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "threshold"),
+    [("spec_dec_pp", StopKind.SURVIVAL, 0.7), ("svip", StopKind.ENTROPY, 0.3)],
+)
+def test_stoppers_draft_deep_and_leave_the_end_to_the_rule(
+    name: str, kind: StopKind, threshold: float
+) -> None:
+    plan = make_policy(name, {"k_max": 6}, LIMITS).decide(view_of([1, 2]))
+    assert plan.stop_rule.kind is kind
+    assert plan.stop_rule.threshold == pytest.approx(threshold)
+    assert plan.k.tolist() == [6, 6]
+    assert set(plan.proposer) == {DRAFT_MODEL}
+
+
+def tiers(policy: Any, running: int, accepted: int, batches: int) -> list[int]:
+    """Return k after each of some batches in which every row accepts `accepted` or all its k."""
+    view, ks = view_of(list(range(running))), []
+    view.running = running
+    for _ in range(batches):
+        k = policy.decide(view).k
+        held = np.minimum(k, accepted)
+        policy.observe(outcome_of(view.request_id, np.full(running, DRAFT_MODEL), k, held))
+        ks.append(int(policy.decide(view).k[0]))
+    return ks
+
+
+def test_ema_tiers_climb_and_step_down_every_five_batches() -> None:
+    policy = make_policy("ema_tiers", {}, LIMITS)
+    rising = tiers(policy, 2, accepted=9, batches=40)
+    assert rising[:14] == [3] * 14, "it warms up for ten batches and moves at the fifteenth"
+    assert rising[14] == 5
+    assert rising[-1] == 7
+    assert tiers(policy, 2, accepted=0, batches=60)[-1] == 1
+    assert tiers(policy, 70, accepted=9, batches=20) == [0] * 20, "a large batch has one tier"
+
+
+def test_ema_tiers_keeps_batch_sizes_apart() -> None:
+    policy = make_policy("ema_tiers", {}, LIMITS)
+    tiers(policy, 8, accepted=0, batches=60)
+    assert tiers(policy, 2, accepted=9, batches=1) == [3]
+    again = make_policy("ema_tiers", {}, LIMITS)
+    again.load(policy.state())
+    assert (
+        again.decide(view_of(list(range(9)))).k.tolist()
+        == [int(policy.decide(view_of(list(range(9)))).k[0])] * 9
+    )
+    with pytest.raises(ValueError, match="tier that there is not"):
+        again.load({**policy.state(), "tier": np.array([9, 0, 0, 0])})
+
+
 @pytest.mark.skipif(not REPLAY.exists(), reason="set PARLAY_DATA to the folder of public data")
 def test_hf_heuristic_replays_a_logged_run() -> None:
     steps = violations = 0
@@ -130,7 +201,7 @@ def test_hf_heuristics_state_goes_round() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("fastest", {}, "unknown policy 'fastest'; choose one of batch_table, fixed"),
+        ("fastest", {}, "unknown policy 'fastest'; choose one of batch_table, ema_tiers"),
         ("fixed", {"gamma": 3}, "no setting 'gamma'; it has k, proposer"),
         ("fixed", {"k": "many"}, "k=many should be of type int"),
         ("fixed", {"k": -1}, "k must be between 0 and 64, not -1"),
@@ -147,6 +218,17 @@ def test_hf_heuristics_state_goes_round() -> None:
         ("ngram_gate", {"min_match": 0}, "min_match must be 1 or more, not 0"),
         ("ngram_gate", {"k_draft": 70}, "k_draft must be between 0 and 64, not 70"),
         ("goodput", {"k_max": 0}, "k_max must be between 1 and 64, not 0"),
+        ("gamma_tune", {"eta": 1.0}, "eta must be at least 0 and below 1"),
+        ("gamma_tune", {"delta": 0}, "delta must be between 1 and 64"),
+        ("spec_dec_pp", {"threshold": 1.5}, "threshold must be between 0 and 1"),
+        ("svip", {"threshold": "0"}, "threshold must be above 0"),
+        ("ema_tiers", {"proposer": "oracle"}, "unknown proposer 'oracle'"),
+        ("ucb_spec", {"arms": "ngram:3"}, "two or more"),
+        ("ucb_spec", {"arms": "ngram:3,ngram"}, "should be proposer:k"),
+        ("ucb_spec", {"arms": "ngram:3,oracle:2"}, "unknown proposer 'oracle'"),
+        ("ucb_spec", {"arms": "ngram:3,ngram:99"}, "must be between 1 and 64"),
+        ("ucb_spec", {"delta": 1}, "delta must be between 0 and 1"),
+        ("exp3_spec", {"seed": -1}, "seed must be 0 or more"),
         ("none", {"k": 1}, "has no setting 'k'; it has none"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Bandits over a few fixed ways to speculate."""
