@@ -116,6 +116,7 @@ _MODULES = (
     "parlay.policies.baselines.hf_confidence",
     "parlay.policies.bandits.ucb_spec",
     "parlay.policies.bandits.exp3_spec",
+    "parlay.policies.bandits.beg_mab",
     "parlay.policies.goodput",
 )
 

@@ -16,31 +16,33 @@ from parlay.policies.policy import make_policy
 from parlay.policies.types import PlanSource, Proposer
 
 ARMS = ("none:0", "ngram:3", "draft_model:3")
+STEP_MS = {Proposer.NONE: 0.0, Proposer.NGRAM: 1.0, Proposer.DRAFT_MODEL: 4.0}
 HOLD = {Proposer.NONE: 0.0, Proposer.NGRAM: 0.3, Proposer.DRAFT_MODEL: 0.8}
 ROWS = 4
 
 
-def pulls(policy: Any, steps: int, seed: int = 0, lag: int = 1) -> list[Proposer]:
+def pulls(policy: Any, steps: int, seed: int = 0, lag: int = 1, rows: int = ROWS) -> list[Proposer]:
     """Return which proposer each step had; outcomes come `lag` steps after their plan."""
     rng, waiting, found = np.random.default_rng(seed), [], []
     for step in range(steps):
-        view = view_of(list(range(ROWS)))
+        view = view_of(list(range(rows)))
         view.step_id = step
         plan = policy.decide(view)
         who = Proposer(int(plan.proposer[0]))
         found.append(who)
-        held = np.cumprod(rng.random((ROWS, 3)) < HOLD[who], axis=1).sum(axis=1)
+        held = np.cumprod(rng.random((rows, 3)) < HOLD[who], axis=1).sum(axis=1)
         outcome = outcome_of(view.request_id, plan.proposer, plan.k, np.minimum(held, plan.k))
         outcome.plan_step_id[:] = step
         outcome.plan_source[:] = PlanSource.REMOTE
         outcome.step_id = step
+        outcome.step_ms = 10.0 + STEP_MS[who]
         waiting.append(outcome)
         if len(waiting) > lag:
             policy.observe(waiting.pop(0))
     return found
 
 
-@pytest.mark.parametrize("name", ["ucb_spec", "exp3_spec"])
+@pytest.mark.parametrize("name", ["ucb_spec", "exp3_spec", "beg_mab"])
 @pytest.mark.parametrize("lag", [0, 3])
 def test_the_best_arm_wins(name: str, lag: int) -> None:
     policy = make_policy(name, {"arms": ARMS}, LIMITS)
@@ -80,7 +82,18 @@ def test_an_outcome_of_another_plan_teaches_nothing() -> None:
     assert policy.state()["pulls"].sum() == 0
 
 
-@pytest.mark.parametrize("name", ["ucb_spec", "exp3_spec"])
+def test_beg_mab_counts_time_and_keeps_groups_of_batch_sizes_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make_policy("beg_mab", {"arms": ARMS}, LIMITS)
+    assert pulls(policy, 400)[-1] is Proposer.DRAFT_MODEL
+    monkeypatch.setitem(STEP_MS, Proposer.DRAFT_MODEL, 90.0)
+    slow = pulls(policy, 400, rows=1)
+    assert np.mean([who is not Proposer.DRAFT_MODEL for who in slow[-100:]]) > 0.8
+    assert policy.state()["seen"].sum(axis=1).tolist()[2:] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["ucb_spec", "exp3_spec", "beg_mab"])
 def test_a_loaded_bandit_goes_on_with_the_same_arms(name: str) -> None:
     policy, other = (make_policy(name, {"arms": ARMS}, LIMITS) for _ in range(2))
     pulls(policy, 100)

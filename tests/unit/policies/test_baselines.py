@@ -201,7 +201,7 @@ def test_hf_heuristics_state_goes_round() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("fastest", {}, "unknown policy 'fastest'; choose one of batch_table, ema_tiers"),
+        ("fastest", {}, "unknown policy 'fastest'; choose one of batch_table, beg_mab"),
         ("fixed", {"gamma": 3}, "no setting 'gamma'; it has k, proposer"),
         ("fixed", {"k": "many"}, "k=many should be of type int"),
         ("fixed", {"k": -1}, "k must be between 0 and 64, not -1"),
@@ -232,6 +232,7 @@ def test_hf_heuristics_state_goes_round() -> None:
         ("ucb_spec", {"arms": "ngram:3,ngram:99"}, "must be between 1 and 64"),
         ("ucb_spec", {"delta": 1}, "delta must be between 0 and 1"),
         ("exp3_spec", {"seed": -1}, "seed must be 0 or more"),
+        ("beg_mab", {"epsilon": 0}, "epsilon must be between 0 and 1"),
         ("none", {"k": 1}, "has no setting 'k'; it has none"),
     ],
 )
