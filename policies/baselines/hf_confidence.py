@@ -8,21 +8,19 @@ place, the token's own when greedy.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.baselines.rows import check_k, rows_plan
+from parlay.policies.baselines.rows import check_k
+from parlay.policies.baselines.stopper import stopped
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import (
     DRAFT_MODEL,
     Array,
     BatchView,
     Plan,
-    Proposer,
-    Reason,
     StepOutcome,
     StopKind,
     StopRule,
@@ -31,7 +29,6 @@ from parlay.policies.types import (
 _LEAST_SAMPLES = 5
 _SAMPLES = 1000
 _MISSED_WEIGHT = 3.0
-_DRAFT = Proposer.DRAFT_MODEL
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,10 +75,7 @@ class HfConfidence(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         """Return the one plan."""
-        rows = np.full(len(view), self.k)
-        plan = rows_plan(view, _DRAFT, rows, Reason.HEURISTIC, default=(_DRAFT, self.k))
-        rule = StopRule(StopKind.PROBABILITY, self.threshold)
-        return dataclasses.replace(plan, stop_rule=rule)
+        return stopped(view, self.k, StopRule(StopKind.PROBABILITY, self.threshold))
 
     def observe(self, outcome: StepOutcome) -> None:
         """Add the tokens that were judged: those that held, and the first that did not."""
