@@ -118,6 +118,8 @@ _MODULES = (
     "parlay.policies.bandits.ucb_spec",
     "parlay.policies.bandits.exp3_spec",
     "parlay.policies.bandits.beg_mab",
+    "parlay.policies.bandits.linucb",
+    "parlay.policies.bandits.thompson",
     "parlay.policies.goodput",
 )
 

@@ -101,3 +101,60 @@ def test_a_loaded_bandit_goes_on_with_the_same_arms(name: str) -> None:
     assert pulls(policy, 50, seed=2) == pulls(other, 50, seed=2)
     with pytest.raises(ValueError, match="with 4 arms"):
         make_policy(name, {}, LIMITS).load(policy.state())
+
+
+def contextual(policy: Any, steps: int, seed: int = 0) -> list[list[tuple[int, Proposer]]]:
+    """Play requests of which those with a long match hold n-grams, the others drafts.
+
+    Returns for each step (match length, proposer) of each row.
+    """
+    rng, found = np.random.default_rng(seed), []
+    for step in range(steps):
+        match = np.array([0, 12, 0, 12], np.int32)
+        view = view_of(list(range(4)), match_tokens=match)
+        view.step_id = step
+        plan = policy.decide(view)
+        who = [Proposer(int(p)) for p in plan.proposer]
+        rows = list(zip(match.tolist(), who, strict=True))
+        hold = [HOLD[w] if w is not Proposer.NGRAM else 0.9 * (m > 0) for m, w in rows]
+        held = np.cumprod(rng.random((4, 3)) < np.array(hold)[:, None], axis=1).sum(axis=1)
+        accepted = np.minimum(held, plan.k)
+        outcome = outcome_of(view.request_id, plan.proposer, plan.k, accepted)
+        outcome.plan_step_id[:] = step
+        outcome.plan_source[:] = PlanSource.REMOTE
+        outcome.step_id, outcome.step_ms = step, 10.0
+        policy.observe(outcome)
+        found.append(rows)
+    return found
+
+
+@pytest.mark.parametrize("name", ["linucb", "thompson"])
+def test_each_request_gets_the_arm_that_fits_it(name: str) -> None:
+    policy = make_policy(name, {"arms": ARMS}, LIMITS)
+    rows = [row for step in contextual(policy, 400)[-100:] for row in step]
+    for match, best in ((0, Proposer.DRAFT_MODEL), (12, Proposer.NGRAM)):
+        mine = [who for m, who in rows if m == match]
+        assert np.mean([who is best for who in mine]) > 0.8
+    again = make_policy(name, {"arms": ARMS}, LIMITS)
+    again.load(policy.state())
+    assert contextual(again, 20, seed=3) == contextual(policy, 20, seed=3)
+
+
+def test_thompsons_propensities_are_about_how_often_it_pulls() -> None:
+    policy = make_policy("thompson", {"arms": ARMS, "scale": 2.0}, LIMITS)
+    contextual(policy, 10)
+    view = view_of([1], match_tokens=np.array([3], np.int32))
+    plans = [policy.decide(view) for _ in range(800)]
+    for arm in (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL):
+        said = [float(p.propensity[0]) for p in plans if p.proposer[0] == arm]
+        assert len(said) / len(plans) == pytest.approx(np.mean(said), abs=0.06)
+
+
+@pytest.mark.parametrize("name", ["linucb", "thompson"])
+def test_an_arm_that_a_row_may_not_pull_is_not_pulled(name: str) -> None:
+    policy = make_policy(name, {"arms": ARMS}, LIMITS)
+    contextual(policy, 50)
+    view = view_of([1, 2])
+    view.proposer_mask[:] = 1 << Proposer.NONE
+    for _ in range(30):
+        assert policy.decide(view).proposer.tolist() == [Proposer.NONE] * 2

@@ -232,6 +232,8 @@ def test_hf_heuristics_state_goes_round() -> None:
         ("ucb_spec", {"arms": "ngram:3,ngram:99"}, "must be between 1 and 64"),
         ("ucb_spec", {"delta": 1}, "delta must be between 0 and 1"),
         ("exp3_spec", {"seed": -1}, "seed must be 0 or more"),
+        ("linucb", {"alpha": -1}, "alpha must be 0 or more"),
+        ("thompson", {"scale": 0}, "scale must be above 0"),
         ("beg_mab", {"epsilon": 0}, "epsilon must be between 0 and 1"),
         ("none", {"k": 1}, "has no setting 'k'; it has none"),
     ],
