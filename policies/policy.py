@@ -115,6 +115,7 @@ _MODULES = (
     "parlay.policies.baselines.suffix_length",
     "parlay.policies.baselines.goodput_batch",
     "parlay.policies.baselines.hf_confidence",
+    "parlay.policies.baselines.survival_budget",
     "parlay.policies.bandits.ucb_spec",
     "parlay.policies.bandits.exp3_spec",
     "parlay.policies.bandits.beg_mab",
