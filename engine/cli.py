@@ -31,7 +31,7 @@ def _one_line(command: str) -> Iterator[None]:
 
 def demo(
     policy: Annotated[str, typer.Option(help="the sidecar's policy")] = "goodput",
-    quick: Annotated[bool, typer.Option("--quick", help="10 minutes at most, not 35")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="10 minutes at most, not 44")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Decode a mixed workload with and without speculation, and under a sidecar that steers it."""

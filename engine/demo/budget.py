@@ -56,9 +56,9 @@ FULL = Plan(
         *((4, t) for t in (128, 112, 96)),
         *((2, t) for t in (128, 112, 96, 80, 64, 56, 48, 40, 32, 24, 16)),
     ),
-    rounds_s=1500.0,
+    rounds_s=1560.0,
     check_s=240.0,
-    deadline_s=2100.0,
+    deadline_s=2640.0,
 )
 
 

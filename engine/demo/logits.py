@@ -34,12 +34,25 @@ class TorchOracle:
     @torch.inference_mode()
     def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
         """Return the float32 top two ids i64 [n, 2] and their gap [n] at an output's places."""
-        start = len(self.prompt_ids[prompt])
-        tokens = [*self.prompt_ids[prompt], *output[:-1]]
-        logits = _Rows(self.exact, [tokens]).read(0, len(tokens))[start - 1 :]
-        top = logits.float().topk(2)
+        top = self._logits(prompt, output).topk(2)
         gap = top.values[:, 0] - top.values[:, 1]
         return top.indices.cpu().numpy(), gap.cpu().numpy()
+
+    @torch.inference_mode()
+    def behind(
+        self, prompt: int, output: Sequence[int], tokens: Sequence[tuple[int, int]]
+    ) -> Array:
+        """Return how far tokens (place in the output, id) are behind the best, in logits."""
+        logits = self._logits(prompt, output)
+        place, ids = torch.tensor(tokens, device=logits.device).T
+        best: Array = (logits[place].amax(-1) - logits[place, ids]).cpu().numpy()
+        return best
+
+    def _logits(self, prompt: int, output: Sequence[int]) -> Tensor:
+        """Return float32 logits [n, vocab] at an output's places."""
+        start = len(self.prompt_ids[prompt])
+        tokens = [*self.prompt_ids[prompt], *output[:-1]]
+        return _Rows(self.exact, [tokens]).read(0, len(tokens))[start - 1 :].float()
 
     @torch.inference_mode()
     def noise(self, outputs: Mapping[int, Sequence[int]], quantile: float) -> float:

@@ -32,6 +32,8 @@ def test_float32_top_is_what_greedy_decoding_took() -> None:
         assert top[:, 0].tolist() == output
         assert (gap >= 0).all()
         assert (top[:, 1] != top[:, 0]).all()
+        tokens = [(3, output[3]), (5, int(top[5, 1]))]
+        assert oracle.behind(prompt, output[:6], tokens) == pytest.approx([0.0, gap[5]], abs=1e-4)
 
 
 def test_noise_is_none_in_float32_and_some_in_bf16() -> None:

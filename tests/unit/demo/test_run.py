@@ -64,7 +64,9 @@ def decode(lanes: Sequence[Lane], plan: Plan = PLAN, started_s: float | None = N
 class NobodyDiverged:
     """An oracle that must not be needed."""
 
-    def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
+    def behind(
+        self, prompt: int, output: Sequence[int], tokens: Sequence[tuple[int, int]]
+    ) -> Array:
         raise AssertionError
 
     def noise(self, outputs: object, quantile: float) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,13 +18,16 @@ from parlay.policies.types import Array
 
 
 class Oracle:
-    """The top two at every place are tokens 1 and 2, `gap` apart; plain decoding's noise is 0.1."""
+    """At every place token 1 is best, 2 and 3 are `gap` and .05 behind; plain noise is .1."""
 
     def __init__(self, gap: float) -> None:
         self.gap = gap
 
-    def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
-        return np.tile([1, 2], (len(output), 1)), np.full(len(output), self.gap)
+    def behind(
+        self, prompt: int, output: Sequence[int], tokens: Sequence[tuple[int, int]]
+    ) -> Array:
+        assert all(place < len(output) for place, _ in tokens)
+        return np.array([{1: 0.0, 2: self.gap, 3: 0.05}.get(token, 9.0) for _, token in tokens])
 
     def noise(self, outputs: Mapping[int, Sequence[int]], quantile: float) -> float:
         assert quantile == 0.999
@@ -33,7 +37,9 @@ class Oracle:
 class Unasked:
     """Must not be asked."""
 
-    def top_two(self, prompt: int, output: Sequence[int]) -> tuple[Array, Array]:
+    def behind(
+        self, prompt: int, output: Sequence[int], tokens: Sequence[tuple[int, int]]
+    ) -> Array:
         raise AssertionError
 
     def noise(self, outputs: Mapping[int, Sequence[int]], quantile: float) -> float:
@@ -72,15 +78,25 @@ def test_near_tie_is_sound() -> None:
 def test_wide_gap_is_not_sound() -> None:
     verdict = judge(found(emitted=2), Oracle(gap=0.2))
     assert verdict["identical"] is False
-    assert verdict["unsound"][0]["why"] == "gap 0.2000"
+    assert verdict["unsound"][0]["why"] == "0.2000 behind the best"
     assert verdict["sound_divergences"] == 0
 
 
-def test_token_that_is_not_the_runner_up_is_not_sound() -> None:
+def test_a_token_far_behind_is_not_sound_whatever_the_runner_up_is() -> None:
     verdict = judge(found(emitted=7), Oracle(gap=0.001))
     assert verdict["identical"] is False
-    assert "top two" in verdict["unsound"][0]["why"]
-    assert verdict["largest_gap"] is None
+    assert verdict["unsound"][0]["why"] == "9.0000 behind the best"
+    assert verdict["largest_gap"] == 9.0
+
+
+def test_the_third_of_a_tie_of_three_is_sound() -> None:
+    assert judge(found(emitted=3), Oracle(gap=0.01))["identical"] is True
+
+
+def test_a_reference_far_behind_is_not_sound() -> None:
+    agreement = found(emitted=2)
+    agreement.divergences[0] = dataclasses.replace(agreement.divergences[0], expected=7)
+    assert judge(agreement, Oracle(gap=0.0))["identical"] is False
 
 
 def test_diverging_more_often_than_plain_decoding_is_not_sound() -> None:
