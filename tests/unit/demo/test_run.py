@@ -136,7 +136,8 @@ def test_out_of_time_keeps_whole_rounds_only(
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("parlay.engine.demo.run.time.monotonic", lambda: float(next(ticks)))
-    done = decode(lanes, started_s=0.0)  # 147 cells and modes a round, 200 ticks of time
+    # 147 cells and modes a round of some two ticks each, and time for 450 of them.
+    done = decode(lanes, replace(PLAN, deadline_s=550.0), started_s=0.0)
     assert (len(done.rounds), done.stopped_early) == (1, True)
     report = report_of(done, "goodput", judge(compare(done), NobodyDiverged()))
     assert "only one round" in findings(report)[-1]
