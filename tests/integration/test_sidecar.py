@@ -388,10 +388,10 @@ cli.run = work
 cli.main()
 """
     command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    socket = Path(process.stdout.readline().strip().removeprefix("unix:"))
-    assert socket.exists()
-    process.terminate()
-    assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        socket = Path(process.stdout.readline().strip().removeprefix("unix:"))
+        assert socket.exists()
+        process.terminate()
+        assert process.wait(WAIT_S) == 128 + signal.SIGTERM
     assert not socket.parent.exists()
