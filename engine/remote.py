@@ -15,7 +15,6 @@ import queue
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,12 @@ import grpc
 from parlay.engine.address import check_address
 from parlay.engine.planner import Planner
 from parlay.engine.quiet import Quiet
+from parlay.engine.remote_stats import RemoteStats
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
 from parlay.protos import codec
+
+__all__ = ["EngineInfo", "RemotePlanner", "RemoteStats"]
 
 QUEUE_REPORTS = 64
 SILENCE_S = 1.0
@@ -37,7 +39,6 @@ SUPERSEDED_S = 5.0
 """How long to leave a sidecar to another engine of our id: who comes back at once fights it."""
 SYNCHRONOUS_S = 5.0
 CLOSE_S = 1.0
-SAMPLES = 8192
 OPTIONS = (
     ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
@@ -60,31 +61,6 @@ class EngineInfo:
     def __post_init__(self) -> None:
         if not 0 < len(self.engine_id.encode()) <= codec.MAX_ID_BYTES:
             raise ValueError(f"engine_id must have 1 to {codec.MAX_ID_BYTES} bytes")
-
-
-@dataclass(slots=True)
-class RemoteStats:
-    """What came of asking the sidecar, in steps unless said; last_error is empty while all is well.
-
-    late_steps followed a plan older than the report before the newest. dropped_reports were thrown
-    away because the sidecar was behind or gone. reconnects: streams welcomed after the first.
-    engine_thread_us: what each of the newest steps cost the engine's thread, without the fallback's
-    own work.
-    """
-
-    plans_remote: int = 0
-    plans_local: int = 0
-    late_steps: int = 0
-    dropped_reports: int = 0
-    reconnects: int = 0
-    last_error: str = ""
-    engine_thread_us: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-
-    @property
-    def fresh_share(self) -> float:
-        """Return the share of steps that followed a plan of the newest report or the one before."""
-        steps = self.plans_remote + self.plans_local
-        return (self.plans_remote - self.late_steps) / steps if steps else 0.0
 
 
 @dataclass(slots=True)
