@@ -96,10 +96,7 @@ def generate(
             )
             done = run(engine, tokenizer, ids, sampling, _ignore if as_json else _stream)
             silence = unheard(engine.planner)
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(done)))
-    else:
-        typer.echo()
+    typer.echo(json.dumps(dataclasses.asdict(done)) if as_json else "")
     if stats and not as_json:
         typer.echo(done.stats(), err=True)
     if silence is not None:

@@ -153,7 +153,7 @@ def open_engine(
     policy: str,
     settings: Mapping[str, Any],
     sidecar: str | None,
-    dtype: str = "auto",
+    dtype: str,
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model (None: the default one) under a policy, or under a sidecar with it as fallback.
 

@@ -43,7 +43,7 @@ def load_backend(
     sizes, weights = load_checkpoint(folder)
     if draft is None and model is None:
         draft = SHIPPED_DRAFT
-    # Drafts of `parlay distill draft` lose nothing by a window; of others that is not known.
+    # Drafts of `parlay distill draft` are trained on a window; what others lose is not known.
     window = sizes.context if draft and Path(draft).is_dir() else DRAFT_WINDOW_TOKENS
     config = config or EngineConfig(context_tokens=sizes.context, draft_window_tokens=window)
     if config.context_tokens > sizes.context:

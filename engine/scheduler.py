@@ -17,8 +17,8 @@ from parlay.engine.request import FinishReason, Phase, Request
 from parlay.policies.types import Array
 
 DRAFT_WINDOW_TOKENS = 64
-"""The shipped draft accepts as much on chat as with whole prompts, 6% less on code, and starts at a
-fraction of the cost."""
+"""At k=4 the shipped draft, before it was trained on windows, accepted as much on chat as with
+whole prompts, 4 to 7% less on code, edits and summaries; it starts at a fraction of the cost."""
 
 
 @dataclass(slots=True, frozen=True)

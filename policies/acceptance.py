@@ -42,8 +42,9 @@ _TASK_STRENGTH = 6.0
 _TASK_HALF_LIFE_ROWS = 400.0
 _REQUEST_STRENGTH = 3.5
 _REQUEST_DECAY = 0.955
-"""A step, drafted in or not: what text was like twenty tokens ago says little of it now. With these
-two the next rejection is foretold best, over the shipped draft on five kinds of text."""
+"""A step heard of, drafted in or not: what text was like twenty tokens ago says little of it now.
+With the shipped draft on five kinds of text strengths of 2.5 to 10 foretold the next rejection
+best, with decays of .9 to .975 everywhere but on data."""
 _DRIFT_PER_STEP = 5e-5
 """Variance by which the log of a task's hazards may have moved in a step unseen."""
 _HOPE = 1.5

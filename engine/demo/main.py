@@ -19,6 +19,7 @@ from parlay.engine.demo.run import run_demo
 from parlay.engine.demo.soundness import compare, judge
 from parlay.engine.llm import load_backend
 from parlay.engine.weights import default_model_dir
+from parlay.policies.policy import make_policy
 
 
 def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console) -> bool:
@@ -27,6 +28,7 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     The plot goes beside the JSON file, else into the working folder.
     """
     started_s = time.monotonic()
+    make_policy(policy)  # a wrong name should not wait for the model
     checkpoint = default_model_dir()
     backend, tokenizer = load_backend()
     prompts = demo_prompts()

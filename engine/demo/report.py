@@ -220,8 +220,8 @@ def _agreement(report: Json) -> str:
     rate, unsound = report["rate"], len(report["unsound"])
     verdict = "each at a near-tie" if not unsound else f"{unsound} of them NOT at a near-tie"
     text = (
-        f"outputs: {divergent} of {compared} leave no speculation's text somewhere, {verdict} (in "
-        f"float32 the two tokens' logits are within {report['logit_noise']:.2f}, bf16's noise); "
+        f"outputs: {divergent} of {compared} leave no speculation's text somewhere, {verdict} "
+        f"(within {report['logit_noise']:.2f}, bf16's noise, of the best logit in float32); "
         f"that is {100 * rate['speculating']:.0f}% of a prompt's outputs, and plain decoding in "
         f"batches of other sizes leaves it in {100 * rate['plain_at_other_row_counts']:.0f}%"
     )

@@ -30,6 +30,12 @@ def parse_arms(policy: str, arms: tuple[str, ...]) -> tuple[Arm, ...]:
     return tuple(found)
 
 
+def check_seed(policy: str, seed: int) -> None:
+    """Raise ValueError where a seed is below 0."""
+    if seed < 0:
+        raise ValueError(f"{policy}: seed must be 0 or more, not {seed}")
+
+
 class Pulls:
     """Remembers which arm each of the newest steps pulled, and how likely that was.
 

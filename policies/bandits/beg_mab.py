@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.bandits.arms import DEFAULT_ARMS, Pulls, parse_arms, state_of
-from parlay.policies.baselines.rows import rows_plan
+from parlay.policies.bandits.arms import DEFAULT_ARMS, Pulls, check_seed, parse_arms, state_of
+from parlay.policies.baselines.rows import batch_plan, slot_of
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import Array, BatchView, Plan, Reason, StepOutcome
 
@@ -34,8 +34,7 @@ class BegMabSettings:
         parse_arms("beg_mab", self.arms)
         if not 0.0 < self.epsilon < 1.0:
             raise ValueError(f"beg_mab: epsilon must be between 0 and 1, not {self.epsilon}")
-        if self.seed < 0:
-            raise ValueError(f"beg_mab: seed must be 0 or more, not {self.seed}")
+        check_seed("beg_mab", self.seed)
 
 
 @register("beg_mab", BegMabSettings)
@@ -54,7 +53,7 @@ class BegMab(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         """Return the best arm of this batch size, or any at random; each one once before that."""
-        group = _group(len(view))
+        group = slot_of(_SPLITS, len(view))
         rng = np.random.default_rng((self.seed, self.draws))
         self.draws += 1
         fresh = np.flatnonzero(self.seen[group] == 0)
@@ -66,8 +65,7 @@ class BegMab(Stateless):
             chance = self.epsilon / len(self.arms) + (1.0 - self.epsilon) * (arm == best)
         self.pending.add(view.step_id, arm)
         proposer, k = self.arms[arm]
-        rows = np.full(len(view), k)
-        plan = rows_plan(view, proposer, rows, Reason.EXPLORE, default=(proposer, k))
+        plan = batch_plan(view, proposer, k, Reason.EXPLORE)
         plan.propensity[:] = chance
         return plan
 
@@ -77,7 +75,7 @@ class BegMab(Stateless):
         emits = outcome.emitted > 0
         if found is None or not 0.0 < outcome.step_ms < np.inf:
             return
-        place = _group(len(outcome)), found[0]
+        place = slot_of(_SPLITS, len(outcome)), found[0]
         tokens = float(np.median(outcome.accepted[emits])) + 1.0
         at = self.seen[place] % _WINDOW
         self.reward[(*place, at)] = tokens * len(outcome) / outcome.step_ms
@@ -96,7 +94,3 @@ class BegMab(Stateless):
         state_of("beg_mab", len(self.arms), dict(state), self.state())
         self.reward, self.seen = np.array(state["reward"]), np.array(state["seen"])
         self.draws = int(state["draws"])
-
-
-def _group(requests: int) -> int:
-    return int(np.searchsorted(_SPLITS, max(requests, 1), side="right")) - 1

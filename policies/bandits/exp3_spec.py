@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.bandits.arms import DEFAULT_ARMS, Pulls, parse_arms, state_of
-from parlay.policies.baselines.rows import rows_plan
+from parlay.policies.bandits.arms import DEFAULT_ARMS, Pulls, check_seed, parse_arms, state_of
+from parlay.policies.baselines.rows import batch_plan
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import Array, BatchView, Plan, Reason, StepOutcome
 
@@ -28,8 +28,7 @@ class Exp3SpecSettings:
 
     def __post_init__(self) -> None:
         parse_arms("exp3_spec", self.arms)
-        if self.seed < 0:
-            raise ValueError(f"exp3_spec: seed must be 0 or more, not {self.seed}")
+        check_seed("exp3_spec", self.seed)
 
 
 @register("exp3_spec", Exp3SpecSettings)
@@ -52,8 +51,7 @@ class Exp3Spec(Stateless):
         self.draws += 1
         self.pending.add(view.step_id, arm, float(p[arm]))
         proposer, k = self.arms[arm]
-        rows = np.full(len(view), k)
-        plan = rows_plan(view, proposer, rows, Reason.EXPLORE, default=(proposer, k))
+        plan = batch_plan(view, proposer, k, Reason.EXPLORE)
         plan.propensity[:] = p[arm]
         return plan
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.bandits.arms import DEFAULT_ARMS, parse_arms, state_of
+from parlay.policies.bandits.arms import DEFAULT_ARMS, check_seed, parse_arms, state_of
 from parlay.policies.bandits.contextual import LinearArms, Pull, allowed, features
 from parlay.policies.baselines.rows import rows_plan
 from parlay.policies.policy import EngineLimits, Stateless, register
@@ -33,8 +33,7 @@ class ThompsonSettings:
         parse_arms("thompson", self.arms)
         if not self.scale > 0.0:
             raise ValueError(f"thompson: scale must be above 0, not {self.scale}")
-        if self.seed < 0:
-            raise ValueError(f"thompson: seed must be 0 or more, not {self.seed}")
+        check_seed("thompson", self.seed)
 
 
 @register("thompson", ThompsonSettings)

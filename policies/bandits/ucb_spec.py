@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parlay.policies.bandits.arms import DEFAULT_ARMS, Pulls, parse_arms, state_of
-from parlay.policies.baselines.rows import rows_plan
+from parlay.policies.baselines.rows import batch_plan
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import Array, BatchView, Plan, Reason, StepOutcome
 
@@ -58,8 +58,7 @@ class UcbSpec(Stateless):
         arm = self._choose()
         self.pending.add(view.step_id, arm)
         proposer, k = self.arms[arm]
-        rows = np.full(len(view), k)
-        return rows_plan(view, proposer, rows, Reason.EXPLORE, default=(proposer, k))
+        return batch_plan(view, proposer, k, Reason.EXPLORE)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Add a step's reward to its arm."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.baselines.rows import check_k, drafter, rows_plan
+from parlay.policies.baselines.rows import batch_plan, check_k, drafter
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import BatchView, Plan
 
@@ -55,4 +55,4 @@ class BatchTable(Stateless):
     def decide(self, view: BatchView) -> Plan:
         """Return the entry of this batch for every row."""
         k = int(self.k[np.searchsorted(self.bounds, view.running)])
-        return rows_plan(view, self.proposer, np.full(len(view), k), default=(self.proposer, k))
+        return batch_plan(view, self.proposer, k)

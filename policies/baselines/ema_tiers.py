@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.baselines.rows import drafter, rows_plan
+from parlay.policies.baselines.rows import batch_plan, drafter, slot_of
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import Array, BatchView, Plan, Reason, StepOutcome
 
@@ -50,17 +50,16 @@ class EmaTiers(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         """Return the present tier of this batch size for every row."""
-        slot = _slot(max(view.running, len(view)))
+        slot = slot_of(_LEAST, max(view.running, len(view)))
         k = min(_LADDERS[slot][self.tier[slot]], self.k_max)
-        rows = np.full(len(view), k)
-        return rows_plan(view, self.proposer, rows, Reason.HEURISTIC, default=(self.proposer, k))
+        return batch_plan(view, self.proposer, k, Reason.HEURISTIC)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Average what was accepted; move where it is time."""
         emits = outcome.emitted > 0
         if not emits.any():
             return
-        slot = _slot(len(outcome))
+        slot = slot_of(_LEAST, len(outcome))
         self.average[slot] += _ALPHA * (float(outcome.accepted[emits].mean()) - self.average[slot])
         self.batches[slot] += 1
         if self.batches[slot] > _WARM_UP and self.batches[slot] % _EVERY == 0:
@@ -91,10 +90,6 @@ class EmaTiers(Stateless):
         self.tier = np.array(state["tier"], np.int64)
         self.average = np.array(state["average"], float)
         self.batches = np.array(state["batches"], np.int64)
-
-
-def _slot(requests: int) -> int:
-    return int(np.searchsorted(_LEAST, max(requests, 1), side="right")) - 1
 
 
 def _highest(ladder: tuple[int, ...], k: int) -> int:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from parlay.policies.baselines.rows import check_k, drafter, rows_plan
+from parlay.policies.baselines.rows import batch_plan, check_k, drafter
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import BatchView, Plan
 
@@ -39,5 +37,4 @@ class Fixed(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         """Return the one plan."""
-        k = np.full(len(view), self.k)
-        return rows_plan(view, self.proposer, k, default=(self.proposer, self.k))
+        return batch_plan(view, self.proposer, self.k)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.baselines.rows import check_k, drafter, rows_plan
+from parlay.policies.baselines.rows import batch_plan, check_k, drafter
 from parlay.policies.cost import StepTime
 from parlay.policies.policy import EngineLimits, Stateless, register
 from parlay.policies.types import DRAFT_MODEL, Array, BatchView, Plan, Reason, StepOutcome
@@ -54,9 +54,7 @@ class GoodputBatch(Stateless):
         if self.batches % _EVERY == 0 and len(view):
             self.k = self._best(view)
         self.batches += len(view) > 0
-        rows = np.full(len(view), self.k)
-        who = self.proposer
-        return rows_plan(view, who, rows, Reason.BEST_GOODPUT, default=(who, self.k))
+        return batch_plan(view, self.proposer, self.k, Reason.BEST_GOODPUT)
 
     def _best(self, view: BatchView) -> int:
         k = np.arange(self.k_max + 1)

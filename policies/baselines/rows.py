@@ -44,6 +44,16 @@ def rows_plan(
     )
 
 
+def batch_plan(view: BatchView, proposer: Proposer, k: int, reason: Reason = Reason.FIXED) -> Plan:
+    """Return a plan in which every request, also one that joins later, has one proposer and k."""
+    return rows_plan(view, proposer, np.full(len(view), k), reason, default=(proposer, k))
+
+
+def slot_of(least: Array, requests: int) -> int:
+    """Return the range of batch sizes that holds `requests`; least: where each begins, from 1."""
+    return int(np.searchsorted(least, max(requests, 1), side="right")) - 1
+
+
 def drafter(policy: str, name: str) -> Proposer:
     """Return the proposer called `name`; raises ValueError where there is none that drafts."""
     if name not in _DRAFTERS:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
-from parlay.policies.baselines.rows import rows_plan
+from parlay.policies.baselines.rows import batch_plan
 from parlay.policies.policy import Stateless
 from parlay.policies.types import BatchView, Plan, Proposer, Reason, StopRule
-
-_DRAFT = Proposer.DRAFT_MODEL
 
 
 class Stopper(Stateless):
@@ -26,6 +22,5 @@ class Stopper(Stateless):
 
 def stopped(view: BatchView, k: int, rule: StopRule) -> Plan:
     """Return a plan in which every row drafts up to k tokens under a stop rule."""
-    rows = np.full(len(view), k)
-    plan = rows_plan(view, _DRAFT, rows, Reason.HEURISTIC, default=(_DRAFT, k))
+    plan = batch_plan(view, Proposer.DRAFT_MODEL, k, Reason.HEURISTIC)
     return dataclasses.replace(plan, stop_rule=rule)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.baselines.rows import check_k, rows_plan
+from parlay.policies.baselines.rows import batch_plan, check_k
 from parlay.policies.calibration import log_odds
 from parlay.policies.cost import StepTime
 from parlay.policies.policy import EngineLimits, Stateless, register
@@ -31,7 +31,6 @@ from parlay.policies.types import (
     StepOutcome,
 )
 
-_DRAFT = Proposer.DRAFT_MODEL
 _REFIT_EVERY = 100
 _LEAST_SEEN = 50
 _WINDOW = 512
@@ -121,8 +120,7 @@ class SurvivalBudget(Stateless):
 
     def decide(self, view: BatchView) -> Plan:
         """Return the same k for all, and how many of those tokens to verify."""
-        rows = np.full(len(view), self.k)
-        plan = rows_plan(view, _DRAFT, rows, Reason.BEST_GOODPUT, default=(_DRAFT, self.k))
+        plan = batch_plan(view, Proposer.DRAFT_MODEL, self.k, Reason.BEST_GOODPUT)
         if self.fit.fits < _FULL_FITS or not len(view):
             return plan
         unknown = np.full(self.k, np.nan)
