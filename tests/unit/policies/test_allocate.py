@@ -153,6 +153,14 @@ def test_a_longer_match_is_followed_by_a_longer_draft() -> None:
     assert ks[-1] == K
 
 
+def test_a_row_decided_again_goes_no_deeper_than_the_plans_lookups() -> None:
+    plan = priced_plan([1, 2], 1, [NONE, NGRAM], [0, 2])
+    view = view_of([1, 2], match_tokens=np.array([16, 1], np.int32))
+    assert fit_plan(plan, view).k.tolist() == [2, 2]
+    without = priced_plan([1, 2], 1, [NONE, NONE], [0, 0])
+    assert fit_plan(without, view).k.tolist() == [K, 0]
+
+
 def test_a_lost_match_falls_back_on_passes_that_others_need() -> None:
     plan = priced_plan([1, 2], 16, [NGRAM, DRAFT_MODEL], [6, 2])
     view = view_of([1, 2], match_tokens=np.array([0, 16], np.int32))

@@ -171,3 +171,19 @@ def test_state_goes_round() -> None:
         other.load({})
     with pytest.raises(ValueError, match="numbers"):
         other.load(model.state() | {"draft": np.zeros(2)})
+
+
+def test_what_padding_costs_is_learned_and_kept_apart_from_tokens() -> None:
+    rng = np.random.default_rng(3)
+    padded, even = StepTime(), StepTime()
+    for _ in range(200):
+        k = rng.integers(0, 9, 8)
+        tokens = 8 + int(k.sum())
+        pads = 8 * int(k.max()) - int(k.sum())
+        for model, pad_ms in ((padded, 0.4), (even, 0.0)):
+            one = outcome_of(tokens, 1000, 20.0 + 0.7 * tokens + pad_ms * pads)
+            one.verified_k, one.request_id = k.astype(np.int16), np.arange(8, dtype=np.uint64)
+            model.observe(one, 0.0)
+    assert padded.pad_ms() == pytest.approx(0.4, rel=0.35)
+    assert even.pad_ms() < 0.1
+    assert padded.verify_ms(np.array([40]), 1000.0)[0] == pytest.approx(48.0 + 1.0, rel=0.1)

@@ -229,3 +229,39 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         policy.load({})
     with pytest.raises(ValueError, match="k_max"):
         policy.load(Goodput(GoodputSettings(k_max=4), LIMITS).state())
+
+
+def test_tries_that_could_not_change_the_plan_are_not_made() -> None:
+    """Once a draft model is known to be hopeless it is left alone, until it may have drifted."""
+    machine = dataclasses.replace(Machine(), draft_pass=0.5)
+    policy = goodput()
+    play(policy, ["hostile"] * 8, 200, machine=machine)
+    known = drafted_by(play(policy, ["hostile"] * 8, 150, machine=machine, seed=3), 0)
+    assert known[DRAFT_MODEL] == 0
+    assert policy.explorer.quiet_steps[DRAFT_MODEL] > 150
+
+
+def test_hopes_shrink_with_evidence_and_grow_with_time() -> None:
+    policy = goodput()
+    ids, task = np.array([10**6], np.uint64), np.array([7], np.uint32)
+
+    def hope(quiet_steps: int) -> float:
+        rows = policy.acceptance.rows_of(ids, task)
+        frailty = policy.acceptance.frailty(rows)
+        least = policy.acceptance.least_frailty(rows, frailty, DRAFT_MODEL, quiet_steps)
+        assert least[0, NGRAM] == frailty[0, NGRAM]
+        return float(least[0, DRAFT_MODEL] / frailty[0, DRAFT_MODEL])
+
+    ignorant = hope(0)
+    play(policy, ["chat"] * 4, 150)
+    ids, task = ids + np.uint64(1), policy_task(policy)
+    informed = hope(0)
+    assert ignorant < informed < 1.0
+    assert hope(5000) < informed
+
+
+def policy_task(policy: Goodput) -> Array:
+    """Return the task whose drafts were seen most."""
+    rejected = policy.acceptance.state()["task_counts"][0, :, DRAFT_MODEL]
+    ids = policy.acceptance.state()["task_id"]
+    return np.array([ids[rejected.argmax()]], np.uint32)

@@ -1,5 +1,6 @@
 """The solver against brute force, and against the closed forms of the iid model."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parlay.policies.solver import StepCosts, best_plan
+from parlay.policies.solver import StepCosts, best_plan, priced
 from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE, PROPOSERS, Array
 
 
@@ -144,3 +145,20 @@ def test_a_shared_draft_pass_is_not_started_for_one_row() -> None:
     assert best_plan(survival, costs, 8.0).depth == 0
     survival[:, DRAFT_MODEL] = survival[0, DRAFT_MODEL]
     assert best_plan(survival, costs, 8.0).depth > 0
+
+
+def test_where_rows_are_padded_one_row_goes_less_deep_ahead_of_the_others() -> None:
+    survival = np.zeros((16, PROPOSERS, 12))
+    survival[:, NGRAM, :3] = (0.95, 0.9, 0.85)
+    survival[0, NGRAM] = 0.95 ** np.arange(1, 13)
+    verify_ms = 20.0 + 0.2 * np.arange(16 * 12 + 1)
+    flat = StepCosts(verify_ms, 1.0, np.zeros(PROPOSERS), np.zeros(16))
+    padded = dataclasses.replace(flat, pad_ms=0.05)
+    free, dear = best_plan(survival, flat, 16.0), best_plan(survival, padded, 16.0)
+    assert free.k[0] == 12
+    assert 0 < dear.k.max() < 12
+    # The plan's time has the padding in it, and going as deep as before would be worse.
+    rows_short = 16 * int(dear.k.max()) - int(dear.k.sum())
+    assert dear.step_ms == pytest.approx(verify_ms[dear.k.sum()] + 0.05 * rows_short)
+    as_before = priced(survival, padded, 16.0, free.proposer, free.k, 0.0)
+    assert dear.ms_per_token < as_before.ms_per_token
