@@ -33,6 +33,8 @@ def test_states_are_those_of_a_pass_over_the_whole_text() -> None:
         ids = torch.tensor([job.prompt + job.out[:-1]])
         hidden = target.body(target.embedding[ids])[0, len(job.prompt) - 1 :]
         torch.testing.assert_close(torch.stack(job.states), hidden, atol=0.2, rtol=0.05)
+        # A single place may be off by bf16's rounding of scores; on the whole they agree closely.
+        assert float((torch.stack(job.states) - hidden).float().abs().mean()) < 0.03
         logits = (torch.stack(job.states) @ target.head.T).float()
         assert logits.argmax(-1).tolist() == job.out
 
