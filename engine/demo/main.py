@@ -57,7 +57,7 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     print_report(report, console)
     console.print(
         f"sidecar: {100 * figures['fresh_share']:.1f}% of steps followed its plan of the newest "
-        f"report or the one before; talking to it cost {figures['engine_thread_us_p50']:.0f} us a step",
+        f"report or the one before; asking it cost {figures['engine_thread_us_p50']:.0f} us a step",
         highlight=False,
     )
     console.print(
