@@ -111,6 +111,9 @@ _MODULES = (
     "parlay.policies.baselines.gamma_tune",
     "parlay.policies.baselines.spec_dec_pp",
     "parlay.policies.baselines.svip",
+    "parlay.policies.baselines.ada_edl",
+    "parlay.policies.baselines.cascade",
+    "parlay.policies.baselines.tetris",
     "parlay.policies.baselines.ema_tiers",
     "parlay.policies.baselines.suffix_length",
     "parlay.policies.baselines.goodput_batch",
@@ -121,8 +124,12 @@ _MODULES = (
     "parlay.policies.bandits.beg_mab",
     "parlay.policies.bandits.linucb",
     "parlay.policies.bandits.thompson",
+    "parlay.policies.bandits.nightjar",
+    "parlay.policies.bandits.hedge_spec",
     "parlay.policies.goodput",
 )
+_NEED_A_FILE = {"learned": "parlay.policies.learned"}
+"""Policies that no default settings make; modules with an ENTRY."""
 
 
 def register(
@@ -153,6 +160,8 @@ def make_policy(
     range.
     """
     known = registry()
+    if name in _NEED_A_FILE:
+        known[name] = importlib.import_module(_NEED_A_FILE[name]).ENTRY
     if name not in known:
         raise ValueError(f"unknown policy '{name}'; choose one of {', '.join(sorted(known))}")
     entry = known[name]

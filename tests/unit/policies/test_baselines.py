@@ -201,7 +201,7 @@ def test_hf_heuristics_state_goes_round() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
-        ("fastest", {}, "unknown policy 'fastest'; choose one of batch_table, beg_mab"),
+        ("fastest", {}, "unknown policy 'fastest'; choose one of ada_edl, batch_table"),
         ("fixed", {"gamma": 3}, "no setting 'gamma'; it has k, proposer"),
         ("fixed", {"k": "many"}, "k=many should be of type int"),
         ("fixed", {"k": -1}, "k must be between 0 and 64, not -1"),
