@@ -18,6 +18,7 @@ from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, Array
 _FLAT = (NGRAM, MEDUSA)
 _BARRED = -1e30
 _ROUNDS = 6
+_SCARCE = 0.5
 DWELL_STEPS = 16
 """Steps over which a request's draft KV, once caught up, is thought to serve."""
 _CLOSE = 1e-5
@@ -89,6 +90,31 @@ def best_plan(
     return best
 
 
+def best_plan_at(
+    survival: Array, costs: StepCosts, emits: float, token_value_ms: float
+) -> Allocation:
+    """Return the plan with the largest token_value_ms * emitted tokens - step time.
+
+    With 1 / the long-run goodput as value this is the plan of the best average over steps that
+    differ; `best_plan` is best for a step that repeats for ever.
+    """
+    best = no_speculation(len(survival), emits, costs)
+    many = min(len(costs.verify_ms) - 1, 2 * len(survival))
+    price = float(costs.verify_ms[many] - costs.verify_ms[0]) / max(many, 1)
+    for _ in range(_ROUNDS):
+        found = _best_at(survival, costs, emits, token_value_ms, price)
+        if _worth(found, token_value_ms) > _worth(best, token_value_ms):
+            best = found
+        last, price = price, _slope(costs.verify_ms, found)
+        if abs(price - last) <= _CLOSE * max(last, _CLOSE):
+            break
+    return best
+
+
+def _worth(plan: Allocation, token_value_ms: float) -> float:
+    return token_value_ms * plan.emitted_tokens - plan.step_ms
+
+
 def _best_of_any_depth(
     survival: Array, costs: StepCosts, emits: float, ms_per_token: float | None
 ) -> Allocation:
@@ -103,6 +129,10 @@ def _best_of_any_depth(
         price, last, value = _slope(costs.verify_ms, found), value, best.ms_per_token
         if abs(value - last) <= _CLOSE * last:
             break
+    if int(best.k.sum()) == len(costs.verify_ms) - 1:
+        # The budget binds, and no slope shows what a place in it is worth: half a token, say.
+        found = _best_at(survival, costs, emits, value, _SCARCE * value)
+        best = min(best, found, key=lambda plan: plan.ms_per_token)
     return best
 
 
