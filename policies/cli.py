@@ -31,6 +31,7 @@ _HELP = {
     "distill.medusa": "Train Medusa heads on what the target generates.",
     "policies.describe": "Say what a policy does, where it is from and what can be set.",
     "policies.list": "List the policies.",
+    "simulate": "Run policies on scenarios, without a model and without a GPU.",
 }
 """One line a command, so that `parlay --help` imports none of them."""
 

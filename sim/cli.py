@@ -1,0 +1,158 @@
+"""`parlay simulate`: policies on scenarios, without a model and without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from parlay.policies.policy import registry
+from parlay.sim.costs import load_costs
+from parlay.sim.report import Result, write_report
+from parlay.sim.scenario import Scenario, load_scenario, scenario_names
+from parlay.sim.simulate import ORACLES, Row, as_json, judge, maker
+
+QUICK_SHARE = 4
+"""`--quick` runs a quarter of the steps."""
+QUICK_SEEDS, SEEDS = 1, 3
+
+
+def simulate(
+    scenario: Annotated[
+        str, typer.Option(help="A name, names with commas, 'all', or a .toml file.")
+    ] = "mixed",
+    policy: Annotated[
+        str, typer.Option(help="Names with commas, name:key=value/key=value, or 'all'.")
+    ] = "goodput",
+    seeds: Annotated[int, typer.Option(min=1, help="Paired seeds (--quick: one).")] = SEEDS,
+    steps: Annotated[
+        int | None, typer.Option(min=20, help="Measured steps instead of its own.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="One seed and a quarter of the steps.")] = False,
+    concurrency: Annotated[
+        int, typer.Option(min=0, help="Requests at once instead of the scenario's.")
+    ] = 0,
+    costs: Annotated[str, typer.Option(help="A cost model's name or a profile's path.")] = "",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report in here.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
+) -> None:
+    """Run policies on scenarios against no speculation, tuned statics and oracles."""
+    policies = _policies(policy)
+    chosen = [_changed(load_scenario(n), concurrency, costs) for n in _scenarios(scenario)]
+    writable = [p for p in (json_path, report) if p is not None]
+    for path in writable:
+        _check_writable(path)
+    console = Console()
+    results: list[Result] = []
+    with _progress(console) as bar:
+        for one in chosen:
+            count = steps or (max(one.steps // QUICK_SHARE, 20) if quick else one.steps)
+            chosen_seeds = range(1, 1 + (QUICK_SEEDS if quick else seeds))
+            task = bar.add_task(f"{one.name}: tuning the statics", total=None)
+
+            def done(_: object, task: object = task) -> None:
+                bar.advance(task)  # type: ignore[arg-type]
+
+            def started(total: int, task: object = task, name: str = one.name) -> None:
+                bar.update(task, total=total, description=name)  # type: ignore[arg-type]
+
+            rows, episodes = judge(
+                one, policies, chosen_seeds, count, workers or os.cpu_count() or 1, started, done
+            )
+            results.append(Result(one, rows, episodes))
+            bar.console.print(_table(one, rows))
+    every = [row for result in results for row in result.rows]
+    if json_path is not None:
+        _write_json(json_path, every)
+    if report is not None:
+        console.print(f"report: {write_report(report, results)}")
+
+
+def _policies(text: str) -> list[str]:
+    names = [*sorted(registry())] if text == "all" else [t for t in text.split(",") if t]
+    if not names:
+        raise ValueError("name at least one policy, or 'all'")
+    for name in names:
+        maker(name)
+    return [name for name in names if name not in ORACLES and name != "none"]
+
+
+def _scenarios(text: str) -> list[str]:
+    return scenario_names() if text == "all" else [t for t in text.split(",") if t]
+
+
+def _changed(scenario: Scenario, concurrency: int, costs: str) -> Scenario:
+    """Return the scenario with the load and the costs that were asked for."""
+    if concurrency:
+        stages = tuple(dataclasses.replace(s, concurrency=concurrency) for s in scenario.stages)
+        scenario = dataclasses.replace(scenario, stages=stages, arrivals={})
+    if costs:
+        scenario = dataclasses.replace(scenario, costs=costs)
+    load_costs(scenario.costs)
+    return scenario
+
+
+def _check_writable(path: Path) -> None:
+    parent = path if path.is_dir() else path.absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: {parent} is not a folder that can be written")
+
+
+def _write_json(path: Path, rows: list[Row]) -> None:
+    part = path.with_name(path.name + ".part")
+    # NaN is no JSON: where there is nothing to compare with, null says so.
+    text = json.dumps(_nulled(as_json(rows)), indent=1, allow_nan=False)
+    part.write_text(text + "\n", encoding="utf-8")
+    part.rename(path)
+
+
+def _nulled(value: object) -> object:
+    if isinstance(value, float) and value != value:
+        return None
+    if isinstance(value, dict):
+        return {key: _nulled(of) for key, of in value.items()}
+    return [_nulled(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _table(scenario: Scenario, rows: list[Row]) -> Table:
+    table = Table(title=f"{scenario.name}: {scenario.title}", title_justify="left")
+    table.add_column("policy")
+    for name in ("tokens/s", "x none", "95%", "x static", "x gate", "of hazard", "of filter",
+                 "mean k", "TPOT p50", "p99 ms"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: -row.goodput):
+        label = f"{row.policy} ({row.what})" if row.what else row.policy
+        low, high = row.ci95
+        table.add_row(
+            label,
+            f"{row.goodput:,.0f}",
+            f"{row.ratio_to_none:.3f}",
+            f"{low:.3f} {high:.3f}",
+            f"{row.ratio_to_best_static:.3f}",
+            f"{row.ratio_to_best_ngram_gate:.3f}",
+            f"{row.share_of_hazard_oracle:.3f}",
+            f"{row.share_of_filtering_oracle:.3f}",
+            f"{row.mean_k:.2f}",
+            f"{row.tpot_p50_ms:.2f}",
+            f"{row.tpot_p99_ms:.2f}",
+        )
+    return table

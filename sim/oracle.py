@@ -1,0 +1,200 @@
+"""Policies that know what no policy can: true hazards, or the coins themselves, and true costs.
+
+The hazard oracle knows every request's hazards of now, not its coins nor its next phase; nobody who
+learns can beat it but by luck. The clairvoyant sees the coins: a ceiling that nobody reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from parlay.policies.policy import EngineLimits, Stateless
+from parlay.policies.solver import (
+    DWELL_STEPS,
+    Allocation,
+    StepCosts,
+    best_plan,
+    best_plan_at,
+)
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    MEDUSA,
+    NGRAM,
+    PROPOSERS,
+    Array,
+    BatchView,
+    Plan,
+    Reason,
+    StepOutcome,
+)
+from parlay.sim.backend import SimBackend
+from parlay.sim.costs import Work
+
+Survival = Callable[[Array, Array], Array]
+"""From latents' rows and output positions to survival f64 [n, PROPOSERS, K]."""
+_FADING = 0.998
+_SETS = ((), (NGRAM,), (DRAFT_MODEL,), (MEDUSA,), (NGRAM, DRAFT_MODEL), (NGRAM, MEDUSA),
+         (NGRAM, DRAFT_MODEL, MEDUSA))  # fmt: skip
+
+
+class Oracle(Stateless):
+    """Plans on given survivals and the simulator's own costs."""
+
+    def __init__(
+        self, name: str, backend: SimBackend, limits: EngineLimits, survival: Survival
+    ) -> None:
+        self.name, self.backend, self.limits, self.survival = name, backend, limits, survival
+        self._tokens, self._ms = 0.0, 0.0
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Keep what an emitted token takes in the long run: that is what it is worth.
+
+        Time for prompts is left out: every token brings the next prompt nearer by as much.
+        """
+        self._tokens = _FADING * self._tokens + float(outcome.emitted.sum())
+        self._ms = _FADING * self._ms + max(outcome.step_ms - self._prompts_ms(outcome), 0.0)
+
+    def _prompts_ms(self, outcome: StepOutcome) -> float:
+        if not outcome.prefill_tokens:
+            return 0.0
+        time, kv = self.backend.costs.time, outcome.kv_tokens
+        rows = int((outcome.emitted > 0).sum())
+        alone = max(outcome.padded_tokens - outcome.prefill_tokens, 1)
+        without = time(Work(alone, rows, kv)).verify_ms
+        return time(Work(outcome.padded_tokens, rows, kv)).verify_ms - without
+
+    def decide(self, view: BatchView) -> Plan:
+        """Return the best plan found among those that leave some proposers out."""
+        rows = np.array([self.backend.rows[int(i)] for i in view.request_id], np.intp)
+        survival = usable(view, self.survival(rows, view.output_tokens.astype(np.intp)))
+        value_ms = self._ms / self._tokens if self._tokens else None
+        best = best_true_plan(self.backend, view, survival, self.limits, value_ms)
+        n = len(view)
+        reason = np.where(best.k > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN).astype(np.uint8)
+        return Plan(
+            request_id=view.request_id,
+            proposer=best.proposer,
+            k=best.k.astype(np.int16),
+            shadow=np.zeros(n, bool),
+            propensity=np.ones(n, np.float32),
+            reason=reason,
+            step_id=view.step_id,
+            policy_version=f"{self.name}/1",
+        )
+
+
+def hazard_oracle(backend: SimBackend, limits: EngineLimits) -> Oracle:
+    """Return the policy that knows every request's hazards of now."""
+    return Oracle("hazard_oracle", backend, limits, backend.latents.survival_now)
+
+
+def clairvoyant(backend: SimBackend, limits: EngineLimits) -> Oracle:
+    """Return the policy that sees what would be accepted."""
+    latents = backend.latents
+
+    def survival(rows: Array, at: Array) -> Array:
+        out = np.zeros((len(rows), PROPOSERS, latents.depth))
+        for proposer in (NGRAM, DRAFT_MODEL, MEDUSA):
+            held = latents.held(rows, at, proposer)
+            out[:, proposer] = np.arange(latents.depth) < held[:, None]
+        out[:, NGRAM] *= (latents.match[rows, at] > 0)[:, None]
+        return out
+
+    return Oracle("clairvoyant", backend, limits, survival)
+
+
+def usable(view: BatchView, survival: Array) -> Array:
+    """Return survival with zeros wherever a row may not draft in this step."""
+    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
+    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
+    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0)
+
+
+def best_true_plan(
+    backend: SimBackend,
+    view: BatchView,
+    survival: Array,
+    limits: EngineLimits,
+    value_ms: float | None,
+) -> Allocation:
+    """Return the best plan at a token's value (None: most tokens a ms), of one a proposer set.
+
+    The solver prices drafting by lines; each plan is then priced by the cost model itself.
+    """
+    emits = float(max((view.prefill_tokens == 0).sum(), 1))
+    costs = _true_costs(backend, view, survival.shape[2], limits)
+    found: list[tuple[float, Allocation]] = []
+    for kept in _SETS:
+        masked = np.zeros_like(survival)
+        masked[:, list(kept)] = survival[:, list(kept)]
+        if kept and not masked.any():
+            continue
+        if value_ms is None:
+            plan = best_plan(masked, costs, emits)
+            loss = _true_ms(backend, view, plan) / plan.emitted_tokens
+        else:
+            plan = best_plan_at(masked, costs, emits, value_ms)
+            loss = _true_ms(backend, view, plan) - value_ms * plan.emitted_tokens
+        found.append((loss, plan))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _true_costs(
+    backend: SimBackend, view: BatchView, depth: int, limits: EngineLimits
+) -> StepCosts:
+    fixed = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
+    decoding = int((view.prefill_tokens == 0).sum())
+    most = max(min(decoding * depth, limits.token_budget - fixed), 0)
+    price = backend.costs.time
+    edges = np.asarray(view.bucket_edges)
+    tokens = fixed + np.arange(most + 1)
+    # One price an edge: within a bucket nothing changes.
+    padded = tokens
+    if len(edges):
+        edge = edges[np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)]
+        padded = np.maximum(tokens, edge)
+    unique, where = np.unique(padded, return_inverse=True)
+    took = [price(Work(int(n), decoding, view.kv_tokens)) for n in unique]
+    verify = np.maximum.accumulate(np.array([t.verify_ms + t.overhead_ms for t in took])[where])
+    kv = view.kv_tokens
+    one, many = (
+        float(price(Work(0, 0, 0, draft_rows=(n,), draft_kv_tokens=kv)).draft_ms[DRAFT_MODEL])
+        for n in (1, max(decoding, 2))
+    )
+    per_row = (many - one) / max(decoding - 1, 1)
+    token_ms = np.zeros(PROPOSERS)
+    token_ms[DRAFT_MODEL] = max(per_row, 0.0)
+    switch = np.zeros(len(view))
+    if backend.catches_up:
+        behind = np.maximum(view.draft_kv_lag - 2, 0)
+        work = Work(0, 0, 0, draft_rows=(1,), catch_up_tokens=512)
+        unit = float(price(work).draft_ms[DRAFT_MODEL])
+        switch = behind * max(unit - one, 0.0) / 512 / DWELL_STEPS
+    return StepCosts(verify, one, token_ms, switch)
+
+
+def _true_ms(backend: SimBackend, view: BatchView, plan: Allocation) -> float:
+    fixed = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
+    decoding = int((view.prefill_tokens == 0).sum())
+    drafts = (plan.proposer == DRAFT_MODEL) & (plan.k > 0)
+    work = Work(
+        tokens=fixed + int(plan.k.sum()),
+        requests=decoding,
+        kv_tokens=view.kv_tokens,
+        draft_rows=tuple(int((plan.k[drafts] > j).sum()) for j in range(plan.depth)),
+        draft_kv_tokens=int(view.context_tokens[drafts].sum()),
+        medusa_rows=int(((plan.proposer == MEDUSA) & (plan.k > 0)).sum()),
+        ngram_rows=int(((plan.proposer == NGRAM) & (plan.k > 0)).sum()),
+        catch_up_tokens=_owed(backend, view, drafts),
+    )
+    took = backend.costs.time(work)
+    return took.verify_ms + took.overhead_ms + float(took.draft_ms.sum())
+
+
+def _owed(backend: SimBackend, view: BatchView, drafts: Array) -> int:
+    """Return the draft tokens to catch up, spread over the steps that they serve."""
+    if not backend.catches_up:
+        return 0
+    return int(np.maximum(view.draft_kv_lag[drafts] - 2, 0).sum() / DWELL_STEPS)

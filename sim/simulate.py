@@ -1,0 +1,244 @@
+"""Policies against one another on scenarios: paired seeds, ratios and their intervals.
+
+Every policy of a scenario meets the same requests, phases and coins. The statics that a policy is
+compared with are tuned on other seeds than those they are judged on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
+from parlay.sim.backend import SimBackend
+from parlay.sim.episode import Episode, MakePolicy, run_episode
+from parlay.sim.filtering import filtering_oracle
+from parlay.sim.load import arrivals_of, settled
+from parlay.sim.oracle import clairvoyant, hazard_oracle
+from parlay.sim.scenario import Scenario
+
+ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
+    "clairvoyant": clairvoyant,
+    "filtering_oracle": filtering_oracle,
+    "hazard_oracle": hazard_oracle,
+}
+BEST_STATIC, BEST_GATE, NONE = "best_static", "best_ngram_gate", "none"
+_STATICS = [
+    f"fixed:proposer={proposer}/k={k}"
+    for proposer, most in (("ngram", 8), ("draft_model", 8), ("medusa", 4))
+    for k in range(1, most + 1)
+]
+_GATES = [
+    f"ngram_gate:min_match={m}/k_ngram={n}/k_draft={d}"
+    for m in (1, 2, 4, 5, 6)
+    for n in (3, 5, 8)
+    for d in (0, 1, 2, 3, 4)
+]
+_TUNING_SEED = 1_000_003
+_TUNING_STEPS = (150, 600)
+_KEPT = 6
+_BLOCKS, _RESAMPLES = 20, 1000
+
+
+@dataclass(slots=True, frozen=True)
+class Job:
+    """One episode to run: a policy as `name` or `name:key=value/key=value`."""
+
+    scenario: Scenario
+    policy: str
+    seed: int
+    steps: int
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """How one policy did in one scenario; nan where there is nothing to compare with.
+
+    ci95: of ratio_to_none. goodput: tokens per second. explored and drafting: shares of the time.
+    """
+
+    scenario: str
+    policy: str
+    goodput: float
+    ratio_to_none: float
+    ratio_to_best_static: float
+    ratio_to_best_ngram_gate: float
+    share_of_hazard_oracle: float
+    share_of_filtering_oracle: float
+    ci95: tuple[float, float]
+    mean_k: float
+    drafting: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    what: str = ""
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, str]]:
+    """Split `name:key=value/key=value`; raises ValueError where it is malformed."""
+    name, _, rest = text.partition(":")
+    settings: dict[str, str] = {}
+    for part in filter(None, rest.split("/")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"policy '{text}': write settings as name:key=value/key=value")
+        settings[key] = value
+    return name, settings
+
+
+def maker(text: str) -> MakePolicy:
+    """Return what makes a policy or an oracle; raises ValueError where it is unknown."""
+    name, settings = parse_policy(text)
+    if name in ORACLES:
+        if settings:
+            raise ValueError(f"{name} has no settings")
+        oracle = ORACLES[name]
+        return lambda limits, backend: oracle(backend, limits)
+    make_policy(name, settings)
+    return lambda limits, _: make_policy(name, settings, limits)
+
+
+def known_policies() -> list[str]:
+    """Return what `--policy all` runs: every policy of the registry, and the oracles."""
+    return [*sorted(registry()), *sorted(ORACLES)]
+
+
+def run_job(job: Job) -> Episode:
+    """Run one episode."""
+    return run_episode(
+        job.scenario, maker(job.policy), arrivals_of(job.scenario), job.seed, job.steps
+    )
+
+
+def run_all(
+    jobs: Sequence[Job], workers: int, done: Callable[[Job], None] = lambda job: None
+) -> list[Episode]:
+    """Run jobs on processes of their own; done is told of each that ended."""
+    if workers <= 1:
+        found = []
+        for job in jobs:
+            found.append(run_job(job))
+            done(job)
+        return found
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        futures = [pool.submit(run_job, job) for job in jobs]
+        place = dict(zip(futures, jobs, strict=True))
+        try:
+            for future in as_completed(futures):
+                future.result()
+                done(place[future])
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def tune(scenario: Scenario, choices: Sequence[str], workers: int) -> str:
+    """Return the choice with the most goodput on a seed that nobody is judged on.
+
+    Successive halving: all choices over few steps, the best over more. Stages are made as much
+    shorter as the run, so that a changing load is seen whole.
+    """
+    left = list(choices)
+    for steps in _TUNING_STEPS:
+        short = dataclasses.replace(scenario.shortened(min(steps, scenario.steps)), runs=1)
+        jobs = [Job(short, choice, _TUNING_SEED, short.steps) for choice in left]
+        speeds = [episode.goodput for episode in run_all(jobs, workers)]
+        ranked = sorted(zip(speeds, left, strict=True), reverse=True)
+        left = [choice for _, choice in ranked[:_KEPT]]
+    return left[0]
+
+
+def judge(
+    scenario: Scenario,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    steps: int,
+    workers: int,
+    started: Callable[[int], None] = lambda total: None,
+    done: Callable[[Job], None] = lambda job: None,
+) -> tuple[list[Row], dict[str, list[Episode]]]:
+    """Run policies on a scenario over paired seeds; return their rows and their episodes.
+
+    `none`, the tuned statics and the oracles that shares refer to are run besides. started is told
+    how many episodes there are once the statics are tuned, done of each that ended.
+    """
+    scenario = settled(scenario)
+    named = {
+        BEST_STATIC: tune(scenario, _STATICS, workers),
+        BEST_GATE: tune(scenario, _GATES, workers),
+    }
+    asked = dict.fromkeys([NONE, BEST_STATIC, BEST_GATE, *policies, *sorted(ORACLES)])
+    short = scenario.shortened(steps)
+    keys = [(name, seed) for name in asked for seed in seeds]
+    jobs = [Job(short, named.get(name, name), seed, steps) for name, seed in keys]
+    started(len(jobs))
+    found = dict(zip(keys, run_all(jobs, workers, done), strict=True))
+    episodes = {name: [found[name, seed] for seed in seeds] for name in asked}
+    return [_row(scenario.name, name, episodes, named.get(name, "")) for name in asked], episodes
+
+
+def _row(scenario: str, policy: str, episodes: Mapping[str, list[Episode]], what: str) -> Row:
+    own = episodes[policy]
+
+    def against(name: str) -> float:
+        return _goodput(own) / _goodput(episodes[name]) if name in episodes else float("nan")
+
+    tpot = np.concatenate([e.tpot_ms for e in own]) if any(e.tpot_ms for e in own) else [np.nan]
+    ttft = np.concatenate([e.ttft_s for e in own]) if any(e.ttft_s for e in own) else [np.nan]
+    rows = sum(float(e.bucket_rows.sum()) for e in own)
+    return Row(
+        scenario=scenario,
+        policy=policy,
+        goodput=_goodput(own),
+        ratio_to_none=against(NONE),
+        ratio_to_best_static=against(BEST_STATIC),
+        ratio_to_best_ngram_gate=against(BEST_GATE),
+        share_of_hazard_oracle=against("hazard_oracle"),
+        share_of_filtering_oracle=against("filtering_oracle"),
+        ci95=interval(own, episodes[NONE]),
+        mean_k=sum(float(e.bucket_k.sum()) for e in own) / max(rows, 1.0),
+        drafting=sum(e.draft_s for e in own) / sum(e.step_s for e in own),
+        tpot_p50_ms=float(np.percentile(tpot, 50)),
+        tpot_p99_ms=float(np.percentile(tpot, 99)),
+        ttft_p50_s=float(np.percentile(ttft, 50)),
+        ttft_p99_s=float(np.percentile(ttft, 99)),
+        what=what,
+    )
+
+
+def _goodput(episodes: Iterable[Episode]) -> float:
+    tokens, time_s = zip(*((e.tokens, e.step_s) for e in episodes), strict=True)
+    return float(sum(tokens) / sum(time_s))
+
+
+def interval(own: Sequence[Episode], other: Sequence[Episode]) -> tuple[float, float]:
+    """Return the 95% interval of a ratio of goodputs, by a paired block bootstrap.
+
+    Blocks of consecutive steps of one seed are drawn together for both, since requests of one step
+    share its time and neighbouring steps share their requests.
+    """
+
+    def blocks(episodes: Sequence[Episode]) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.concatenate([e.bucket_tokens.reshape(_BLOCKS, -1).sum(1) for e in episodes])
+        time_s = np.concatenate([e.bucket_s.reshape(_BLOCKS, -1).sum(1) for e in episodes])
+        return tokens, time_s
+
+    (a, a_s), (b, b_s) = blocks(own), blocks(other)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, len(a), (_RESAMPLES, len(a)))
+    ratio = a[drawn].sum(1) / a_s[drawn].sum(1) / (b[drawn].sum(1) / b_s[drawn].sum(1))
+    low, high = np.percentile(ratio, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def as_json(rows: Iterable[Row]) -> dict[str, object]:
+    """Return the table as `--json` writes it."""
+    return {"rows": [asdict(row) for row in rows]}
