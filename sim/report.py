@@ -121,11 +121,13 @@ def headline(ranked: Sequence[Ranked], scenarios: int) -> str:
     known = [r for r in ranked if math.isfinite(r.mean)]
     best = next((r for r in known if asked(r.policy)), None)
     if best is None:
-        return "No policy was asked for: what follows are the references."
+        some = any(asked(r.policy) for r in ranked)
+        return f"No policy was {'measured in every scenario' if some else 'asked for'}."
     over = f"over {scenarios} scenarios (geometric mean)" if scenarios > 1 else "in one scenario"
-    said = f"{best.policy} reached {best.mean:.2f} times the goodput of no speculation {over}"
+    said = f"Best of the policies asked for: {best.policy}, with {best.mean:.2f} times the goodput "
+    said += f"of no speculation {over}"
     static = next((r.mean for r in known if r.policy == BEST_STATIC), None)
-    said += f"; the best static of each scenario, {static:.2f}. " if static else ". "
+    said += f"; the best static reached {static:.2f}. " if static else ". "
     slow = [f"{name} ({ratio:.2f})" for name, ratio in best.ratios.items() if loses(ratio)]
     return said + (f"It was slower than none in {', '.join(slow)}." if slow else "It was nowhere "
                    "slower than none.")  # fmt: skip
@@ -134,14 +136,14 @@ def headline(ranked: Sequence[Ranked], scenarios: int) -> str:
 def _verdict(rows: Sequence[Row], best: str) -> str:
     row = next(row for row in rows if row.policy == best)
     if not math.isfinite(row.ratio_to_none):
-        return f"{best} did best of the policies asked for."
+        return f"Nothing is known of {best} against no speculation."
     parts = [f"{row.ratio_to_none:.2f} times none"]
     if math.isfinite(row.ratio_to_best_static) and best != BEST_STATIC:
         parts.append(f"{row.ratio_to_best_static:.2f} times the best static")
     if math.isfinite(row.share_of_hazard_oracle):
         parts.append(f"{row.share_of_hazard_oracle:.2f} of the hazard oracle")
-    whose = "of the policies asked for" if asked(best) else "of the references"
-    return f"{best} did best {whose}: {', '.join(parts)}."
+    whose = "policies asked for" if asked(best) else "references"
+    return f"Best of the {whose}: {best}, with {', '.join(parts)}."
 
 
 def _size(results: Sequence[Result]) -> str:

@@ -297,12 +297,13 @@ def test_best_policy_is_one_that_was_asked_for() -> None:
 
 
 def test_headline_says_where_it_was_slower() -> None:
-    assert "1.40 times" in headline(rank(rows("mixed")), 1)
+    assert "quick, with 1.40 times" in headline(rank(rows("mixed")), 1)
     assert "nowhere slower" in headline(rank(rows("mixed")), 1)
     both = headline(rank(rows("mixed") + rows("moe", 0.7)), 2)
     assert "slower than none in moe (0.98)" in both
-    assert "the best static of each scenario, 1.09" in both
-    assert "No policy" in headline(rank([row("mixed", "none", 1.0)]), 1)
+    assert "the best static reached 1.09" in both
+    assert headline(rank([row("mixed", "none", 1.0)]), 1) == "No policy was asked for."
+    assert "in every scenario" in headline(rank([row("mixed", "lone", NAN)]), 1)
 
 
 def test_cells() -> None:
@@ -341,6 +342,15 @@ def test_a_steady_ratio_stays_steady_where_anything_ran(window: int) -> None:
     assert line[ran] == pytest.approx(500.0)
     assert ran.all() == (window > 1)
     assert per_bucket(own, "bucket_k", "bucket_rows", window) == pytest.approx(2.0)
+
+
+def test_lines_over_the_run_keep_their_times() -> None:
+    own = episode(0, 500.0)
+    own.bucket_tokens[120:] *= 3.0
+    line = per_bucket([own], "bucket_tokens", "bucket_s", 7)
+    assert line[:117] == pytest.approx(500.0)
+    assert line[123:] == pytest.approx(1500.0)
+    assert (np.diff(line[116:124]) > 0).all()
 
 
 def test_over_run_of_a_run_of_few_steps_and_of_one_that_did_nothing() -> None:

@@ -1,0 +1,330 @@
+"""Never slower than no speculation: a wrapper that measures a policy's gain and turns it off.
+
+Now and then it runs two short blocks of steps over the whole batch in random order, one with the
+wrapped policy's plan and one that drafts nothing (a switch-back pair), and compares their goodput
+per decoding row. A step that drafts nothing emits one token a row, so only its time has to be
+measured. The policy is off while the upper bound of its gain is below 1, or once its estimated loss
+passes a small share of the time. Off, the same pairs are probes, at growing intervals; a draft
+model pays for them, so they too may cost a share of the time only. Steps off and blocks without
+drafts do not even ask the wrapped policy, which observes every step all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+
+from parlay.policies.baselines.rows import rows_plan
+from parlay.policies.confidence import GainSequence
+from parlay.policies.policy import EngineLimits, Policy
+from parlay.policies.switchback import (
+    FIRST_GAP_STEPS,
+    GAP,
+    PREFILL_MOST,
+    Ledger,
+    Schedule,
+    Step,
+    filled,
+    log_gain,
+    plan_of,
+    step_of,
+)
+from parlay.policies.types import (
+    Array,
+    BatchView,
+    Plan,
+    Proposer,
+    Reason,
+    StepOutcome,
+)
+
+_TRANSITION_STEPS = 2
+"""First steps of a block that do not count: the draft model catches up, plans arrive late."""
+_LONGEST = 4
+"""A block ends after so many times its length in decisions, whatever could be measured."""
+_UNSETTLED_PAIRS = 24
+_ON_GAP_STEPS = 64
+_OFF_GAP_STEPS = 32
+_GRANT_STEPS = 8
+"""Loss and probing cost are allowed this many steps beyond their shares, so that a cold start is
+optimistic; probes while off get none."""
+_RETURN_SIGMAS = 3.0
+_PLANS = 64
+
+
+@dataclass(slots=True, frozen=True)
+class GuardSettings:
+    """How sure, how long, how dear.
+
+    alpha: chance that either bound of the gain is ever wrong while the gain stays. block_steps:
+    steps measured in each half of a pair. last_gap_steps: mean of the longest interval between
+    probes, which sets the delay. loss_share, probe_share: shares of the time that the estimated
+    loss, and the pairs, may cost. seed: of the order of blocks and the gaps between pairs.
+    """
+
+    alpha: float = 0.05
+    block_steps: int = 8
+    last_gap_steps: int = 192
+    loss_share: float = 0.005
+    probe_share: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.alpha < 0.5:
+            raise ValueError(f"guard: alpha must be between 0 and .5, not {self.alpha}")
+        if not 1 <= self.block_steps <= 1024:
+            raise ValueError(f"guard: block_steps must be 1 to 1024, not {self.block_steps}")
+        if self.last_gap_steps < FIRST_GAP_STEPS:
+            raise ValueError(
+                f"guard: last_gap_steps must be {FIRST_GAP_STEPS} or more, not"
+                f" {self.last_gap_steps}"
+            )
+        for name in ("loss_share", "probe_share"):
+            if not 0.0 < getattr(self, name) <= 0.5:
+                raise ValueError(f"guard: {name} must be above 0 and at most .5")
+        if self.seed < 0:
+            raise ValueError(f"guard: seed must be 0 or more, not {self.seed}")
+
+    @property
+    def delay_steps(self) -> int:
+        """Steps within which a policy that gains a tenth again is back on, 95 times in 100.
+
+        So with a pair's noise near .1; a single noisy request, or probes dear enough to wait for
+        their share of the time, take up to twice as long.
+        """
+        pair = 2 * (self.block_steps + _TRANSITION_STEPS)
+        return 4 * (self.last_gap_steps + pair)
+
+
+@dataclass(slots=True, frozen=True)
+class GuardReport:
+    """Where the guard stands.
+
+    gain: goodput with the policy over goodput without, since the last change, nan before the first
+    pair; its bounds, 0 and inf where there are none yet. loss_s: estimated loss against no
+    speculation beyond the allowed share, never below 0. probing_s: what pairs have cost, and its
+    share of elapsed_s. switches: times turned off or on; probes: pairs measured; resets: changes
+    found.
+    """
+
+    on: bool
+    gain: float
+    lower: float
+    upper: float
+    loss_s: float
+    elapsed_s: float
+    probing_s: float
+    probing_share: float
+    switches: int
+    probes: int
+    resets: int
+
+
+class Guard:
+    """A policy around a policy; deterministic from its settings' seed and its history.
+
+    The wrapped policy observes every step, and decides only those in which its plan is applied.
+    """
+
+    def __init__(self, policy: Policy, settings: GuardSettings, limits: EngineLimits) -> None:
+        del limits
+        self.policy = policy
+        self.settings = settings
+        self.name = f"guard:{policy.name}"
+        self.gains = GainSequence(settings.alpha)
+        self._at, self._ledger = Schedule(), Ledger()
+        # By step_id modulo their number: step_id, block, treated, in a pair.
+        self._plans = np.full((_PLANS, 4), -1, np.int64)
+        # Block of the pair, (without, with) prompts: steps, tokens, ms, log rows, prefill, drafted.
+        self._sums = np.zeros((2, 2, 6))
+
+    @property
+    def on(self) -> bool:
+        """Whether the wrapped policy decides, pairs aside."""
+        return self._at.on
+
+    def decide(self, view: BatchView) -> Plan:
+        """Return the wrapped policy's plan, or one that drafts nothing."""
+        at = self._at
+        if len(view):
+            self._next_block()
+            at.decided += 1
+        treated, paired = at.treated(), at.phase != GAP
+        self._plans[view.step_id % _PLANS] = (view.step_id, at.block, treated, paired)
+        if treated:
+            plan = self.policy.decide(view)
+            at.inner_version = plan.state_version
+            return replace(plan, propensity=0.5 * plan.propensity) if paired else plan
+        reason = Reason.EXPLORE if paired and at.on else Reason.NO_GAIN
+        plan = rows_plan(view, Proposer.NONE, np.zeros(len(view), np.int16), reason)
+        plan.state_version = at.inner_version
+        if paired:
+            plan.propensity[:] = 0.5
+        return plan
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Let the wrapped policy learn, then learn what the step says of its gain."""
+        self.policy.observe(outcome)
+        if not (1e-4 <= outcome.step_ms <= 1e7):
+            return
+        ms = self._ledger.tick(outcome.step_id, outcome.step_ms)
+        step, plan = step_of(outcome, ms), plan_of(outcome)
+        found = self._plans[plan % _PLANS].tolist() if plan >= 0 else [-1] * 4
+        ours = found[0] == plan and not (step.drafted and not found[2])
+        if step.rows and ours:
+            self._account(step, block=found[1], treated=bool(found[2]), paired=bool(found[3]))
+
+    def _account(self, step: Step, block: int, treated: bool, paired: bool) -> None:
+        """Book a step's cost; count it where it belongs to the block that is running."""
+        at, ledger = self._at, self._ledger
+        if block < at.seen_block:
+            return
+        at.seen = at.seen + 1 if block == at.seen_block else 1
+        at.seen_block = block
+        first = at.seen <= _TRANSITION_STEPS
+        clean = step.prefill <= PREFILL_MOST
+        if clean and (first or (paired and treated != at.on)):
+            excess_ms = ledger.excess_ms(at.on, step.tokens, step.ms)
+            ledger.probing_ms = max(0.0, ledger.probing_ms + excess_ms)
+        ledger.pending_ms += step.ms if at.on and treated else 0.0
+        ledger.loss_ms = max(0.0, ledger.loss_ms - self.settings.loss_share * step.ms)
+        if first:
+            return
+        if clean:
+            ledger.learn(treated, step.tokens, step.ms)
+        if at.phase != GAP and block == at.block:
+            what = (1.0, step.tokens, step.ms, math.log(step.rows), step.prefill, step.drafted)
+            self._sums[at.phase - 1, int(not clean) :] += what
+            at.measured += clean
+            if at.measured >= self.settings.block_steps:
+                self._advance()
+
+    def _next_block(self) -> None:
+        """Begin a pair where one is due and paid for; end a block that can measure nothing."""
+        at, ledger = self._at, self._ledger
+        if at.phase != GAP:
+            if at.decided >= _LONGEST * (self.settings.block_steps + _TRANSITION_STEPS):
+                self._advance()
+        elif at.decided >= at.this_gap:
+            allowed = self.settings.probe_share * ledger.elapsed_ms
+            allowed += _GRANT_STEPS * ledger.mean_ms if at.on else 0.0
+            if ledger.probing_ms <= allowed:
+                at.pair += 1
+                at.treated_first = bool(self._draw() < 0.5)
+                self._sums[:] = 0.0
+                self._advance()
+
+    def _advance(self) -> None:
+        at = self._at
+        at.phase = (at.phase + 1) % 3
+        at.block += 1
+        at.decided = at.measured = 0
+        if at.phase == GAP:
+            self._close()
+            at.this_gap = int(at.gap * (0.5 + self._draw(1)))
+
+    def _draw(self, purpose: int = 0) -> float:
+        key = (self.settings.seed, self._at.pair, purpose)
+        return float(np.random.default_rng(key).random())
+
+    def _close(self) -> None:
+        """Learn from a finished pair, and turn the policy off or on."""
+        at, ledger, gains = self._at, self._ledger, self.gains
+        treated, bypass = self._sums if at.treated_first else self._sums[::-1]
+        measured = log_gain(treated, bypass, self.settings.block_steps)
+        if measured is None:
+            return
+        gain, load = measured
+        ledger.probes += 1
+        moved = ledger.moves_to(load)
+        if moved:
+            gains.reset()
+        changed = gains.add(gain) or moved
+        # Only now is it known what the steps since the last pair were worth.
+        lost_ms = -math.expm1(gains.hopeful) * ledger.pending_ms
+        ledger.loss_ms, ledger.pending_ms = max(0.0, ledger.loss_ms + lost_ms), 0.0
+        ledger.resets += changed
+        if at.on:
+            settled = gains.lower > 0.0 or gains.count > _UNSETTLED_PAIRS
+            at.gap = min(2 * at.gap, _ON_GAP_STEPS) if settled else FIRST_GAP_STEPS
+            if gains.upper < 0.0 or self._lost():
+                self._switch(on=False)
+            return
+        ledger.hope = max(0.0, ledger.hope + gain)
+        if ledger.hope > _RETURN_SIGMAS * gains.spread:
+            self._switch(on=True)
+        elif ledger.hope > 0.0 or moved:
+            at.gap = FIRST_GAP_STEPS
+        else:
+            at.gap = min(2 * at.gap, self.settings.last_gap_steps)
+
+    def _lost(self) -> bool:
+        return self._ledger.loss_ms > _GRANT_STEPS * self._ledger.mean_ms
+
+    def _switch(self, on: bool) -> None:
+        at, ledger = self._at, self._ledger
+        at.on, ledger.hope = on, 0.0
+        ledger.switches += 1
+        if on:
+            self.gains.level()
+        at.gap = FIRST_GAP_STEPS if on else _OFF_GAP_STEPS
+        at.decided, at.block = 0, at.block + 1
+
+    def report(self) -> GuardReport:
+        """Return where the guard stands."""
+        gains, ledger = self.gains, self._ledger
+        return GuardReport(
+            on=self._at.on,
+            gain=math.exp(gains.mean) if gains.count else math.nan,
+            lower=math.exp(gains.lower),
+            upper=math.exp(gains.upper),
+            loss_s=1e-3 * ledger.loss_ms,
+            elapsed_s=1e-3 * ledger.elapsed_ms,
+            probing_s=1e-3 * ledger.probing_ms,
+            probing_share=ledger.probing_ms / max(ledger.elapsed_ms, 1e-9),
+            switches=ledger.switches,
+            probes=ledger.probes,
+            resets=ledger.resets,
+        )
+
+    def state(self) -> dict[str, Array]:
+        """Return everything that later decisions depend on; the wrapped policy's under policy."""
+        own = {
+            "guard.schedule": np.array(astuple(self._at), float),
+            "guard.ledger": np.array(astuple(self._ledger), float),
+            "guard.gains": self.gains.state(),
+            "guard.plans": self._plans.copy(),
+            "guard.sums": self._sums.copy(),
+        }
+        return own | {f"policy.{key}": value for key, value in self.policy.state().items()}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Take a state from `state()`; raises ValueError where it does not fit."""
+        for key, own in self.state().items():
+            if key.startswith("guard.") and np.shape(state.get(key, 0)) != own.shape:
+                raise ValueError(f"guard: the state lacks {key}, or it is of another version")
+        head = "policy."
+        self.policy.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})
+        self._at = filled(Schedule(), state["guard.schedule"])
+        self._ledger = filled(Ledger(), state["guard.ledger"])
+        self.gains.load(state["guard.gains"])
+        self._plans = np.array(state["guard.plans"], np.int64)
+        self._sums = np.array(state["guard.sums"], float)
+
+    def delta(self, since: int) -> dict[str, Array]:
+        """Return what the wrapped policy shares; gains are of this engine alone."""
+        return self.policy.delta(since)
+
+    def merge(self, deltas: list[dict[str, Array]]) -> None:
+        """Hand other replicas' deltas to the wrapped policy."""
+        self.policy.merge(deltas)
+
+
+def guarded(
+    policy: Policy, settings: GuardSettings | None = None, limits: EngineLimits | None = None
+) -> Guard:
+    """Return `policy` under a guard."""
+    return Guard(policy, settings or GuardSettings(), limits or EngineLimits())
