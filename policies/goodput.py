@@ -66,29 +66,44 @@ class Goodput:
         self.step_time = StepTime()
         self.explorer = Explorer(limits)
         self._ms_per_token, self._last_step = 0.0, 0
+        self.expected_gain = 1.0
         self._lag: tuple[Array, Array] = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
 
     def decide(self, view: BatchView) -> Plan:
         """Return the plan for the batch in `view`."""
+        return self.weighted(view, np.ones(len(view)), 0.0)
+
+    def weighted(self, view: BatchView, weight: Array, block_price_ms: float) -> Plan:
+        """Return the plan where a row's tokens count `weight` f64 [rows] times.
+
+        block_price_ms: what each drafted token costs on top, for the cache it takes.
+        """
         rows = self.acceptance.rows_of(view.request_id, view.task, view.output_tokens)
         frailty = self.acceptance.frailty(rows)
         survival = self.acceptance.survival(frailty, view.match_tokens)
-        usable = _usable(view, survival)
-        costs = self._costs(view, self.acceptance.k_max)
-        emits = float(max(_decoding(view), 1))
+        usable = _usable(view, survival) * weight[:, None, None]
+        costs = self._costs(view, self.acceptance.k_max, block_price_ms)
+        emits = max(float(weight[view.prefill_tokens == 0].sum()), 1.0)
         none = no_speculation(len(view), emits, costs)
         best = best_plan(usable, costs, emits, self._ms_per_token or None) if len(view) else none
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
             best = none
         self._ms_per_token = best.ms_per_token
+        self.expected_gain = none.ms_per_token / best.ms_per_token
 
         def hopes(tried: int, quiet_steps: int) -> Array:
             least = self.acceptance.least_frailty(rows, frailty, tried, quiet_steps)
-            return _usable(view, self.acceptance.survival(least, view.match_tokens))
+            hoped = _usable(view, self.acceptance.survival(least, view.match_tokens))
+            return hoped * weight[:, None, None]
 
         chosen, explored = self.explorer.apply(view, usable, hopes, best, costs)
         self._lag = (view.request_id, view.draft_kv_lag)
         return self._plan(view, survival, frailty, chosen, explored, best, costs)
+
+    @property
+    def token_value_ms(self) -> float:
+        """Return the time that a token of the last plan took: what one is worth."""
+        return self._ms_per_token
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from one finished step."""
@@ -100,7 +115,7 @@ class Goodput:
         self._last_step = outcome.step_id
         self.explorer.observe(shown, outcome.step_ms, steps)
 
-    def _costs(self, view: BatchView, k_max: int) -> StepCosts:
+    def _costs(self, view: BatchView, k_max: int, block_price_ms: float) -> StepCosts:
         """Return the price list of this step."""
         decoding, prompts = max(_decoding(view), 1), int(view.prefill_tokens.sum())
         most = min(len(view) * k_max, max(self.limits.token_budget - decoding - prompts, 0))
@@ -117,7 +132,7 @@ class Goodput:
         return StepCosts(
             verify_ms,
             a_pass,
-            token_ms,
+            token_ms + block_price_ms,
             behind * (catch_up / DWELL_STEPS),
             self.step_time.pad_ms(),
         )
@@ -191,6 +206,7 @@ class Goodput:
         }
         flat = {f"{part}.{key}": value for part, of in parts.items() for key, value in of.items()}
         flat["ms_per_token"] = np.asarray(self._ms_per_token)
+        flat["expected_gain"] = np.asarray(self.expected_gain)
         flat["last_step"] = np.asarray(self._last_step)
         flat["lag.request_id"], flat["lag.tokens"] = self._lag
         return flat
@@ -210,6 +226,7 @@ class Goodput:
             owner.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})
         self._ms_per_token = float(state["ms_per_token"])
         self._last_step = int(state["last_step"])
+        self.expected_gain = float(state["expected_gain"])
         self._lag = (state["lag.request_id"].copy(), state["lag.tokens"].copy())
 
     def delta(self, since: int) -> dict[str, Array]:

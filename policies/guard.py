@@ -47,10 +47,15 @@ _LONGEST = 4
 """A block ends after so many times its length in decisions, whatever could be measured."""
 _UNSETTLED_PAIRS = 24
 _ON_GAP_STEPS = 64
+_SURE, _SURE_GAP_STEPS = math.log(1.05), 512
+"""Where even the lower bound is a clear gain, pairs only watch for its end."""
 _OFF_GAP_STEPS = 32
 _GRANT_STEPS = 8
 """Loss and probing cost are allowed this many steps beyond their shares, so that a cold start is
 optimistic; probes while off get none."""
+_PLAIN_GAIN = 1.05
+"""A policy that expects more is not put to the test before its share of the time has paid for it;
+whether it is right is found out all the same, a few hundred steps later."""
 _RETURN_SIGMAS = 3.0
 _PLANS = 64
 
@@ -204,18 +209,34 @@ class Guard:
 
     def _next_block(self) -> None:
         """Begin a pair where one is due and paid for; end a block that can measure nothing."""
-        at, ledger = self._at, self._ledger
+        at = self._at
         if at.phase != GAP:
             if at.decided >= _LONGEST * (self.settings.block_steps + _TRANSITION_STEPS):
                 self._advance()
-        elif at.decided >= at.this_gap:
-            allowed = self.settings.probe_share * ledger.elapsed_ms
-            allowed += _GRANT_STEPS * ledger.mean_ms if at.on else 0.0
-            if ledger.probing_ms <= allowed:
-                at.pair += 1
-                at.treated_first = bool(self._draw() < 0.5)
-                self._sums[:] = 0.0
-                self._advance()
+        elif at.decided >= at.this_gap and self._ledger.probing_ms + self._dear_ms() <= (
+            self._allowed_ms()
+        ):
+            at.pair += 1
+            at.treated_first = bool(self._draw() < 0.5)
+            self._sums[:] = 0.0
+            self._advance()
+
+    def _allowed_ms(self) -> float:
+        """Return what pairs may have cost by now."""
+        shared = self.settings.probe_share * self._ledger.elapsed_ms
+        granted = self._at.on and self._likely_gain() < _PLAIN_GAIN
+        return shared + (_GRANT_STEPS * self._ledger.mean_ms if granted else 0.0)
+
+    def _dear_ms(self) -> float:
+        """Return what a pair is likely to cost: a step without drafts is dear where they gain."""
+        if not self._at.on or self._likely_gain() < _PLAIN_GAIN:
+            return 0.0
+        steps = self.settings.block_steps + _TRANSITION_STEPS
+        return steps * self._ledger.mean_ms * (1.0 - 1.0 / self._likely_gain())
+
+    def _likely_gain(self) -> float:
+        """Return what the wrapped policy expects to gain, 1 where it does not say."""
+        return float(getattr(self.policy, "expected_gain", 1.0))
 
     def _advance(self) -> None:
         at = self._at
@@ -249,7 +270,8 @@ class Guard:
         ledger.resets += changed
         if at.on:
             settled = gains.lower > 0.0 or gains.count > _UNSETTLED_PAIRS
-            at.gap = min(2 * at.gap, _ON_GAP_STEPS) if settled else FIRST_GAP_STEPS
+            longest = _SURE_GAP_STEPS if gains.lower > _SURE else _ON_GAP_STEPS
+            at.gap = min(2 * at.gap, longest) if settled else FIRST_GAP_STEPS
             if gains.upper < 0.0 or self._lost():
                 self._switch(on=False)
             return

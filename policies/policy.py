@@ -127,6 +127,7 @@ _MODULES = (
     "parlay.policies.bandits.nightjar",
     "parlay.policies.bandits.hedge_spec",
     "parlay.policies.goodput",
+    "parlay.policies.pilot",
 )
 _NEED_A_FILE = {"learned": "parlay.policies.learned"}
 """Policies that no default settings make; modules with an ENTRY."""
