@@ -41,7 +41,7 @@ _GATES = [
 ]
 _TUNING_SEED = 1_000_003
 _TUNING_STEPS = (150, 600)
-_KEPT = 6
+_TUNING_WARM_UP, _KEPT = 50, 6
 _BLOCKS, _RESAMPLES = 20, 1000
 
 
@@ -148,7 +148,10 @@ def tune(scenario: Scenario, choices: Sequence[str], workers: int) -> str:
     """
     left = list(choices)
     for steps in _TUNING_STEPS:
-        short = dataclasses.replace(scenario.shortened(min(steps, scenario.steps)), runs=1)
+        short = scenario.shortened(min(steps, scenario.steps))
+        # Statics learn nothing: their warm-up only mixes the requests' ages.
+        warm_up = min(scenario.warm_up_steps, _TUNING_WARM_UP)
+        short = dataclasses.replace(short, runs=1, warm_up_steps=warm_up)
         jobs = [Job(short, choice, _TUNING_SEED, short.steps) for choice in left]
         speeds = [episode.goodput for episode in run_all(jobs, workers)]
         ranked = sorted(zip(speeds, left, strict=True), reverse=True)
