@@ -27,10 +27,12 @@ _HELP = {
     "bench.decide": "Time the policies' decisions.",
     "bench.engine": "Time plain decoding, and verifying several tokens at once.",
     "bench.rpc": "Time what talking to the sidecar costs an engine step.",
+    "calibrate.trace": "Record what every proposer would have done on a model's answers.",
     "distill.draft": "Train a draft model on what the target generates.",
     "distill.medusa": "Train Medusa heads on what the target generates.",
     "policies.describe": "Say what a policy does, where it is from and what can be set.",
     "policies.list": "List the policies.",
+    "train": "Train a policy in the simulator.",
     "simulate": "Run policies on scenarios, without a model and without a GPU.",
 }
 """One line a command, so that `parlay --help` imports none of them."""

@@ -26,7 +26,7 @@ from parlay.policies.types import (
     StopRule,
 )
 from parlay.sim.costs import CostModel, Work
-from parlay.sim.latent import Latents
+from parlay.sim.latent import Luck
 
 ENTROPY_CHOICES = 20.0
 """A drafter of confidence c is given the entropy of c on one token and the rest on so many."""
@@ -38,11 +38,11 @@ SVIP_SCALE = 0.15
 class SimBackend:
     """Keeps a virtual clock that moves in propose and verify.
 
-    task_index: the latents' index of each task's tag. catches_up: whether the draft model pays for
+    task_index: the luck's index of each task's tag. catches_up: whether the draft model pays for
     what it has not read.
     """
 
-    latents: Latents
+    luck: Luck
     costs: CostModel
     engine: EngineLimits
     task_index: dict[str, int]
@@ -61,20 +61,20 @@ class SimBackend:
     def forget(self, request: Request) -> None:
         """Give a finished request's row back; one that was only preempted keeps its luck."""
         if request.finished:
-            self.latents.release(self.rows.pop(request.request_id))
+            self.luck.release(self.rows.pop(request.request_id))
 
     def row(self, request: Request) -> int:
-        """Return the latents' row of a request, drawn when it is first seen."""
+        """Return the luck's row of a request, drawn when it is first seen."""
         found = self.rows.get(request.request_id)
         if found is None:
             task = self.task_index[request.speculation.task]
             tokens = request.sampling.max_tokens
-            found = self.latents.admit(request.request_id, task, tokens)
+            found = self.luck.admit(request.request_id, task, tokens)
             self.rows[request.request_id] = found
         return found
 
     def places(self, requests: Sequence[Request]) -> tuple[Array, Array]:
-        """Return the latents' rows and the output positions of requests."""
+        """Return the luck's rows and the output positions of requests."""
         rows = np.fromiter((self.row(r) for r in requests), np.intp, len(requests))
         return rows, np.fromiter((r.output_tokens for r in requests), np.intp, len(requests))
 
@@ -82,12 +82,13 @@ class SimBackend:
         """Return the n-gram's guesses of every request that decodes."""
         rows, at = self.places(requests)
         decodes = np.fromiter((r.pending == 1 for r in requests), bool, len(requests))
-        match = np.where(decodes, self.latents.match[rows, at], 0).astype(np.int32)
-        tokens = _guesses(_lengths(requests), self.latents.held(rows, at, NGRAM), depth)
-        return Lookup(match, np.where((match > 0)[:, None], tokens, -1))
+        match = np.where(decodes, self.luck.match[rows, at], 0).astype(np.int32)
+        tokens = _guesses(_lengths(requests), self.luck.held(rows, at, NGRAM), depth)
+        offered = np.where(match > 0, self.luck.offered(rows, at, NGRAM), 0)
+        return Lookup(match, np.where(np.arange(depth) < offered[:, None], tokens, -1))
 
     def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
-        """Draft what the latents hold; the plan's stop rule may end a draft early."""
+        """Draft what would hold; the plan's stop rule may end a draft early."""
         k, who = fit.k, fit.proposer
         depth = max(int(k.max(initial=0)), 1)
         drafts = Drafts(
@@ -100,14 +101,15 @@ class SimBackend:
         if not len(active):
             return drafts
         rows, at = self.places([batch.requests[r] for r in active])
-        held = self.latents.held(rows, at, who[active])
+        held = self.luck.held(rows, at, who[active])
         confident = np.flatnonzero(who[active] != NGRAM)
-        passes = k.copy()
+        drafts.count[active] = np.minimum(k[active], self.luck.offered(rows, at, who[active]))
+        passes = drafts.count.copy()
         if len(confident):
             mine = active[confident]
-            shown = self.latents.confidence(rows[confident], at[confident], who[mine])[:, :depth]
+            shown = self.luck.confidence(rows[confident], at[confident], who[mine])[:, :depth]
             stop = plan.stop_rule if plan else StopRule()
-            kept, passes[mine] = _stopped(stop, plan, who[mine], k[mine], shown)
+            kept, passes[mine] = _stopped(stop, plan, who[mine], drafts.count[mine], shown)
             drafts.count[mine] = kept
             seen = np.arange(depth) < passes[mine][:, None]
             drafts.confidences[mine] = np.where(seen, shown, np.nan)

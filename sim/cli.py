@@ -15,6 +15,8 @@ from rich.table import Table
 
 from parlay.policies.policy import registry
 from parlay.sim.costs import load_costs
+from parlay.sim.counterfactual import read_traces
+from parlay.sim.load import check_trace
 from parlay.sim.report import Result, write_report
 from parlay.sim.scenario import Scenario, load_scenario, scenario_names
 from parlay.sim.simulate import ORACLES, Row, as_json, judge, maker
@@ -40,13 +42,22 @@ def simulate(
         int, typer.Option(min=0, help="Requests at once instead of the scenario's.")
     ] = 0,
     costs: Annotated[str, typer.Option(help="A cost model's name or a profile's path.")] = "",
+    trace: Annotated[
+        str, typer.Option(help="Requests' lengths and times from this trace, built in or a file.")
+    ] = "",
+    acceptance: Annotated[
+        str, typer.Option(help="Replay this counterfactual trace instead of the tasks.")
+    ] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report in here.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
 ) -> None:
     """Run policies on scenarios against no speculation, tuned statics and oracles."""
     policies = _policies(policy)
-    chosen = [_changed(load_scenario(n), concurrency, costs) for n in _scenarios(scenario)]
+    chosen = [
+        _changed(load_scenario(n), concurrency, costs, trace, acceptance)
+        for n in _scenarios(scenario)
+    ]
     writable = [p for p in (json_path, report) if p is not None]
     for path in writable:
         _check_writable(path)
@@ -89,11 +100,28 @@ def _scenarios(text: str) -> list[str]:
     return scenario_names() if text == "all" else [t for t in text.split(",") if t]
 
 
-def _changed(scenario: Scenario, concurrency: int, costs: str) -> Scenario:
-    """Return the scenario with the load and the costs that were asked for."""
+def _changed(
+    scenario: Scenario, concurrency: int, costs: str, trace: str, acceptance: str
+) -> Scenario:
+    """Return the scenario with the load, the costs and the files that were asked for."""
+    if trace and acceptance:
+        raise ValueError("give --trace or --acceptance, not both: a recording has its own lengths")
+    if trace:
+        check_trace(trace)
+        # A closed loop takes the trace's lengths, an open one its times too.
+        if scenario.arrivals:
+            named = {**scenario.arrivals, "trace": trace}
+            scenario = dataclasses.replace(scenario, arrivals=named)
+        else:
+            scenario = dataclasses.replace(scenario, lengths={"trace": trace})
     if concurrency:
         stages = tuple(dataclasses.replace(s, concurrency=concurrency) for s in scenario.stages)
         scenario = dataclasses.replace(scenario, stages=stages, arrivals={})
+    if acceptance:
+        next(read_traces(Path(acceptance)))
+        if scenario.arrivals:
+            raise ValueError(f"{scenario.name} is an open loop; --acceptance needs a closed one")
+        scenario = dataclasses.replace(scenario, acceptance=acceptance, lengths={})
     if costs:
         scenario = dataclasses.replace(scenario, costs=costs)
     load_costs(scenario.costs)

@@ -19,7 +19,7 @@ from parlay.policies.policy import EngineLimits, Policy
 from parlay.policies.types import PROPOSERS, Array, BatchView, Plan, PlanSource, StepOutcome
 from parlay.sim.backend import SimBackend
 from parlay.sim.costs import CostModel, load_costs
-from parlay.sim.latent import Latents
+from parlay.sim.load import luck_of
 from parlay.sim.scenario import Scenario, Stage, tasks
 from parlay.sim.workload import Arrival
 
@@ -118,11 +118,9 @@ class _Run:
     ) -> None:
         self.scenario, self.seed, self.into = scenario, seed, into
         self.arrivals = arrivals
-        names = scenario.tasks
-        limits = EngineLimits((1 << PROPOSERS) - 1, K_MAX, tuple(costs.bucket_edges), TOKEN_BUDGET)
-        latents = Latents([tasks()[name].law for name in names], K_MAX, seed)
-        index = {name: i for i, name in enumerate(names)}
-        self.backend = SimBackend(latents, costs, limits, index, scenario.catches_up)
+        luck, index, known = luck_of(scenario, K_MAX, seed)
+        limits = EngineLimits(known, K_MAX, tuple(costs.bucket_edges), TOKEN_BUDGET)
+        self.backend = SimBackend(luck, costs, limits, index, scenario.catches_up)
         policy = make(limits, self.backend)
         delay = scenario.plan_delay_steps
         planner: Planner = LatePlanner(policy, delay) if delay else LocalPlanner(policy)

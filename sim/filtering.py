@@ -23,7 +23,7 @@ from parlay.sim.latent import (
     Latents,
     match_log_odds,
 )
-from parlay.sim.oracle import Oracle
+from parlay.sim.oracle import Oracle, latents_of
 
 GRID = 15
 _FLOOR = 1e-30
@@ -122,7 +122,7 @@ class FilteringOracle(Oracle):
 
     def __init__(self, backend: SimBackend, limits: EngineLimits) -> None:
         super().__init__("filtering_oracle", backend, limits, self._survival)
-        self.filter = Filter(backend.latents)
+        self.filter = Filter(latents_of(backend))
         self._match = np.zeros(0, np.int32)
         self._rows: dict[int, int] = {}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from scipy.special import expit, logit, ndtr
@@ -42,6 +43,36 @@ class TaskLaw:
     accept: Mapping[int, Sequence[float]]
     shift_sd: float
     phase_shift: float
+
+
+class Luck(Protocol):
+    """What the simulator's backend asks of a request's luck: drawn here, or recorded.
+
+    match i32 [rows, positions]: the n-gram's match length.
+    """
+
+    depth: int
+    match: Array
+
+    def admit(self, request: int, task: int, tokens: int) -> int:
+        """Return the row of request number `request`."""
+        ...
+
+    def release(self, row: int) -> None:
+        """Give a row back."""
+        ...
+
+    def offered(self, rows: Array, output_tokens: Array, proposer: Array | int) -> Array:
+        """Return i32 [n]: how many tokens could be drafted now."""
+        ...
+
+    def held(self, rows: Array, output_tokens: Array, proposer: Array | int) -> Array:
+        """Return i32 [n]: how many of them would hold."""
+        ...
+
+    def confidence(self, rows: Array, output_tokens: Array, proposer: Array) -> Array:
+        """Return f32 [n, depth]: the drafter's confidences, nan where there are none."""
+        ...
 
 
 class Latents:
@@ -102,6 +133,10 @@ class Latents:
             out[:, proposer] = np.cumprod(self._chance(rows, at, now, proposer), axis=1)
         out[:, NGRAM] *= (self.match[rows, output_tokens] > 0)[:, None]
         return out
+
+    def offered(self, rows: Array, output_tokens: Array, proposer: Array | int) -> Array:
+        """Return i32 [n]: how many tokens could be drafted now."""
+        return np.full(len(rows), self.depth, np.int32)
 
     def held(self, rows: Array, output_tokens: Array, proposer: Array | int) -> Array:
         """Return i32 [n]: how many of `depth` tokens drafted now would hold."""

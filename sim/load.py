@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from parlay.policies.policy import make_policy
-from parlay.sim.episode import run_episode
+from parlay.policies.types import PROPOSERS
+from parlay.sim.counterfactual import TraceLuck, read_traces
 from parlay.sim.fitted import azure_code, azure_conv, mooncake_conversation
+from parlay.sim.latent import Latents, Luck
 from parlay.sim.scenario import Scenario, Stage, tasks
 from parlay.sim.traces import open_trace
 from parlay.sim.workload import (
@@ -35,7 +36,6 @@ _FILES = {
     "mooncake_conversation": "mooncake/conversation_trace.jsonl",
 }
 _SKIPPED_A_SEED = 101
-_SETTLING_STEPS, _HALVINGS, _MOST_SCALE = 3000, 4, 1024.0
 Arrivals = Callable[[Stage, int], Iterator[Arrival]]
 
 
@@ -45,6 +45,8 @@ def arrivals_of(scenario: Scenario) -> Arrivals:
     A trace is named as one of the built-in ones, whose file is read where PARLAY_DATA has it and
     whose fitted likeness serves else, or as a file. Raises ValueError where there is no such trace.
     """
+    if scenario.acceptance:
+        return _replayed(Path(scenario.acceptance))
     trace = scenario.arrivals.get("trace") or scenario.lengths.get("trace")
     if trace is None:
         return _closed
@@ -55,34 +57,31 @@ def arrivals_of(scenario: Scenario) -> Arrivals:
     return lambda stage, seed: scaled(_named(trace, seed, stage.mix), scale)
 
 
-def settled(scenario: Scenario) -> Scenario:
-    """Return an open loop with the rate at which plain decoding has its mean concurrency.
+def luck_of(scenario: Scenario, depth: int, seed: int) -> tuple[Luck, dict[str, int], int]:
+    """Return the requests' luck, its index of each task's tag, and the proposers it knows."""
+    if scenario.acceptance:
+        recorded = list(read_traces(Path(scenario.acceptance)))
+        tags = dict.fromkeys(request.task for request in recorded)
+        luck = TraceLuck(recorded, depth, _first_line(seed))
+        return luck, {tag: i for i, tag in enumerate(tags)}, luck.proposer_mask
+    names = scenario.tasks
+    latents = Latents([tasks()[name].law for name in names], depth, seed)
+    return latents, {name: i for i, name in enumerate(names)}, (1 << PROPOSERS) - 1
 
-    Found by running it: arrivals in bursts queue in ways that no formula here foresees.
-    """
-    if not scenario.arrivals or "rate_scale" in scenario.arrivals:
-        return scenario
-    target = float(scenario.arrivals["mean_concurrency"])
 
-    def at(scale: float) -> Scenario:
-        return dataclasses.replace(scenario, arrivals={**scenario.arrivals, "rate_scale": scale})
+def _first_line(seed: int) -> int:
+    return _SKIPPED_A_SEED * seed
 
-    def rows(scale: float) -> float:
-        trial = at(scale).shortened(_SETTLING_STEPS)
-        found = run_episode(
-            trial, lambda limits, _: make_policy("none", {}, limits), arrivals_of(trial), 0
-        )
-        return float(found.bucket_rows.sum()) / found.steps
 
-    low = high = 1.0
-    while rows(high) < target and high < _MOST_SCALE:
-        low, high = high, 2.0 * high
-    while rows(low) > target and low > 1.0 / _MOST_SCALE:
-        low, high = 0.5 * low, low
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if rows(middle) < target else (low, middle)
-    return at(low)
+def _replayed(path: Path) -> Arrivals:
+    recorded = list(read_traces(path))
+
+    def arrivals(stage: Stage, seed: int) -> Iterator[Arrival]:
+        for number in itertools.count(_first_line(seed)):
+            request = recorded[number % len(recorded)]
+            yield Arrival(0.0, request.task, request.prompt_tokens, request.output_tokens)
+
+    return arrivals
 
 
 def check_trace(trace: str) -> None:

@@ -31,6 +31,7 @@ from parlay.policies.types import (
 )
 from parlay.sim.backend import SimBackend
 from parlay.sim.costs import Work
+from parlay.sim.latent import Latents
 
 Survival = Callable[[Array, Array], Array]
 """From latents' rows and output positions to survival f64 [n, PROPOSERS, K]."""
@@ -85,21 +86,28 @@ class Oracle(Stateless):
         )
 
 
+def latents_of(backend: SimBackend) -> Latents:
+    """Return the law behind a backend; raises ValueError where it replays a recording."""
+    if not isinstance(backend.luck, Latents):
+        raise ValueError("a recorded trace has no hazards to know: leave the oracles out")
+    return backend.luck
+
+
 def hazard_oracle(backend: SimBackend, limits: EngineLimits) -> Oracle:
     """Return the policy that knows every request's hazards of now."""
-    return Oracle("hazard_oracle", backend, limits, backend.latents.survival_now)
+    return Oracle("hazard_oracle", backend, limits, latents_of(backend).survival_now)
 
 
 def clairvoyant(backend: SimBackend, limits: EngineLimits) -> Oracle:
     """Return the policy that sees what would be accepted."""
-    latents = backend.latents
+    luck = backend.luck
 
     def survival(rows: Array, at: Array) -> Array:
-        out = np.zeros((len(rows), PROPOSERS, latents.depth))
+        out = np.zeros((len(rows), PROPOSERS, luck.depth))
         for proposer in (NGRAM, DRAFT_MODEL, MEDUSA):
-            held = latents.held(rows, at, proposer)
-            out[:, proposer] = np.arange(latents.depth) < held[:, None]
-        out[:, NGRAM] *= (latents.match[rows, at] > 0)[:, None]
+            held = luck.held(rows, at, proposer)
+            out[:, proposer] = np.arange(luck.depth) < held[:, None]
+        out[:, NGRAM] *= (luck.match[rows, at] > 0)[:, None]
         return out
 
     return Oracle("clairvoyant", backend, limits, survival)

@@ -42,7 +42,8 @@ class Scenario:
     stages follow one another and begin again. steps are measured after warm_up_steps; runs: fresh
     starts whose steps are added up. arrivals: trace and mean_concurrency of an open loop. lengths:
     the trace whose lengths replace the tasks'. kv_requests: requests of full length that the cache
-    holds (0: plenty). catches_up: the draft model pays for what it has not read.
+    holds (0: plenty). acceptance: a counterfactual trace to replay instead of the tasks.
+    catches_up: the draft model pays for what it has not read.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Scenario:
     plan_delay_steps: int = 0
     catches_up: bool = False
     kv_requests: int = 0
+    acceptance: str = ""
     arrivals: Mapping[str, Any] = field(default_factory=dict)
     lengths: Mapping[str, Any] = field(default_factory=dict)
 

@@ -18,8 +18,9 @@ from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
 from parlay.sim.backend import SimBackend
 from parlay.sim.episode import Episode, MakePolicy, run_episode
 from parlay.sim.filtering import filtering_oracle
-from parlay.sim.load import arrivals_of, settled
+from parlay.sim.load import arrivals_of
 from parlay.sim.oracle import clairvoyant, hazard_oracle
+from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
 
 ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
@@ -178,7 +179,8 @@ def judge(
         BEST_STATIC: tune(scenario, _STATICS, workers),
         BEST_GATE: tune(scenario, _GATES, workers),
     }
-    asked = dict.fromkeys([NONE, BEST_STATIC, BEST_GATE, *policies, *sorted(ORACLES)])
+    oracles = ["clairvoyant"] if scenario.acceptance else sorted(ORACLES)
+    asked = dict.fromkeys([NONE, BEST_STATIC, BEST_GATE, *policies, *oracles])
     short = scenario.shortened(steps)
     keys = [(name, seed) for name in asked for seed in seeds]
     jobs = [Job(short, named.get(name, name), seed, steps) for name, seed in keys]

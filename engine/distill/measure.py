@@ -23,23 +23,34 @@ class Drafter:
     ids: Tensor
     embedding: Tensor
 
-    def guess(self, x: Tensor) -> Tensor:
-        """Return the target's id of the likeliest next token, of states [n, hidden]."""
-        return self.ids[(self.body.norm(x) @ self.head.T).argmax(-1)]
+    def guess(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest next token's id (the target's) and probability; x [n, hidden]."""
+        peak, best = (self.body.norm(x) @ self.head.T).float().softmax(-1).max(-1)
+        return self.ids[best], peak
 
 
-@torch.no_grad()
 def accepted(drafter: Drafter, ids: list[int], prompt: int, depth: int = DEPTH) -> Tensor:
     """Return i64 [places]: tokens accepted of `depth` drafted, before each output of a text.
 
-    Places with fewer than `depth` outputs left are left out. Every place drafts for itself: its
-    guesses attend to the true text before it and to one another; all places go through at once.
+    Places with fewer than `depth` outputs left are left out.
+    """
+    return accepted_and_sure(drafter, ids, prompt, depth)[0]
+
+
+@torch.no_grad()
+def accepted_and_sure(
+    drafter: Drafter, ids: list[int], prompt: int, depth: int
+) -> tuple[Tensor, Tensor]:
+    """Return `accepted` and f32 [places, depth]: the drafter's largest probability at each place.
+
+    Every place drafts for itself: its guesses attend to the true text before it and to one another;
+    all places go through at once.
     """
     config = drafter.body.config
     text = torch.tensor(ids)
     places = torch.arange(prompt - 1, max(prompt - 1, len(ids) - depth))
     if not len(places):
-        return torch.zeros(0, dtype=torch.long)
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0, depth)
     cos, sin = rotary(config, len(ids) + depth, drafter.embedding.dtype)
     x = drafter.embedding[text]
     runs = []
@@ -47,15 +58,16 @@ def accepted(drafter: Drafter, ids: list[int], prompt: int, depth: int = DEPTH) 
         run = _Run(layer, places)
         x = run.read(x, cos[: len(ids), None], sin[: len(ids), None])
         runs.append(run)
-    guess = drafter.guess(x[places])
-    right = [guess == text[places + 1]]
+    guess, peak = drafter.guess(x[places])
+    right, sure = [guess == text[places + 1]], [peak]
     for ahead in range(1, depth):
         x, at = drafter.embedding[guess], places + ahead
         for run in runs:
             x = run.extend(x, cos[at, None], sin[at, None])
-        guess = drafter.guess(x)
+        guess, peak = drafter.guess(x)
         right.append(guess == text[at + 1])
-    return torch.stack(right, 1).long().cumprod(1).sum(1)
+        sure.append(peak)
+    return torch.stack(right, 1).long().cumprod(1).sum(1), torch.stack(sure, 1)
 
 
 class _Run:

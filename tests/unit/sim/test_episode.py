@@ -10,7 +10,7 @@ from parlay.sim.backend import SimBackend
 from parlay.sim.episode import Episode, LatePlanner, MakePolicy, run_episode
 from parlay.sim.filtering import FilteringOracle, filtering_oracle
 from parlay.sim.load import arrivals_of, check_trace
-from parlay.sim.oracle import clairvoyant, hazard_oracle
+from parlay.sim.oracle import clairvoyant, hazard_oracle, latents_of
 from parlay.sim.scenario import Scenario, load_scenario
 
 
@@ -48,7 +48,7 @@ def test_accepted_tokens_are_those_of_the_latents() -> None:
 
         def decide(self, view: BatchView) -> Plan:
             rows = np.array([self.backend.rows[i] for i in view.request_id.tolist()])
-            held = self.backend.latents.held(rows, view.output_tokens, 2)
+            held = latents_of(self.backend).held(rows, view.output_tokens, 2)
             self.expected = dict(zip(view.request_id.tolist(), held.tolist(), strict=True))
             return self.inner.decide(view)
 
@@ -139,8 +139,8 @@ def test_the_filters_beliefs_are_calibrated() -> None:
             old = view.output_tokens > 30
             at = view.output_tokens.astype(np.intp)
             believed.extend(self.filter.expected(rows, at)[old, 2, 0])
-            right.extend(self.backend.latents.held(rows, at, 2)[old] > 0)
-            before.extend(self.backend.latents.chance(rows, at, 2)[old, 0])
+            right.extend(latents_of(self.backend).held(rows, at, 2)[old] > 0)
+            before.extend(latents_of(self.backend).chance(rows, at, 2)[old, 0])
             return plan
 
     run(load_scenario("mixed"), lambda limits, backend: Checked(backend, limits), 150)

@@ -1,0 +1,108 @@
+"""Record a counterfactual trace of a real model: every proposer scored at every position.
+
+The target answers prompts greedily; then the n-gram and the draft model guess before each token of
+the answers, as the engine would have them guess there, and are compared with what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parlay.engine.distill.generate import Decoder, Job, generate
+from parlay.engine.distill.llama import body_of
+from parlay.engine.distill.measure import Drafter, accepted_and_sure
+from parlay.engine.distill.prompts import Prompt
+from parlay.engine.draft_format import load_draft
+from parlay.engine.proposers.ngram import NgramIndex
+from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
+from parlay.engine.tokenizer import Tokenizer
+from parlay.engine.weights import load_checkpoint
+from parlay.policies.types import DRAFT_MODEL, NGRAM, Array
+from parlay.sim.counterfactual import TracedRequest
+
+NGRAM_TOKENS, DRAFT_TOKENS = 20, 8
+LONGEST_PROMPT = 400
+
+
+def record(
+    folder: Path,
+    tokenizer: Tokenizer,
+    draft: Path | None,
+    prompts: Iterable[Prompt],
+    new_tokens: int,
+    answered: Callable[[], None],
+) -> Iterator[TracedRequest]:
+    """Yield a traced request for each prompt that fits; answered is told of each answer.
+
+    folder: the target's checkpoint; draft: a draft's file, or None. Raises ValueError as loading
+    them does.
+    """
+    torch.set_num_threads(1)
+    config, weights = load_checkpoint(folder)
+    drafter = None if draft is None else _drafter(draft, weights["model.embed_tokens.weight"])
+    jobs: list[Job] = []
+    for prompt in prompts:
+        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
+        if len(ids) <= LONGEST_PROMPT:
+            jobs.append(Job(prompt.task, ids, 0.0, len(jobs)))
+    ended: list[Job] = []
+
+    def finish(job: Job) -> None:
+        job.states.clear()
+        ended.append(job)
+        answered()
+
+    generate(Decoder(config, weights, LONGEST_PROMPT + new_tokens), jobs, new_tokens, finish)
+    for job in sorted(ended, key=lambda job: job.seed):
+        yield traced(f"{job.task}-{job.seed}", job.task, job.prompt, job.out, drafter)
+
+
+def traced(
+    name: str, task: str, prompt: list[int], out: list[int], drafter: Drafter | None
+) -> TracedRequest:
+    """Return what the proposers would have done before each token of an answer."""
+    drafted, held, match = ngram_counts(prompt, out)
+    offered, accepted, confidence = {NGRAM: drafted}, {NGRAM: held}, {}
+    k_max = {NGRAM: NGRAM_TOKENS}
+    if drafter is not None:
+        k_max[DRAFT_MODEL] = DRAFT_TOKENS
+        run, sure = _draft_counts(drafter, prompt, out)
+        offered[DRAFT_MODEL] = np.full(len(out), DRAFT_TOKENS, np.int32)
+        accepted[DRAFT_MODEL], confidence[DRAFT_MODEL] = run, sure
+    return TracedRequest(name, task, len(prompt), k_max, offered, accepted, match, confidence)
+
+
+def ngram_counts(prompt: list[int], out: list[int]) -> tuple[Array, Array, Array]:
+    """Return i32 [outputs]: the n-gram's drafted and accepted tokens, and its match length."""
+    index = NgramIndex()
+    index.extend(prompt)
+    drafted, held, match = (np.zeros(len(out), np.int32) for _ in range(3))
+    for place, token in enumerate(out):
+        guess = index.propose(NGRAM_TOKENS)
+        came = out[place : place + len(guess)]
+        wrong = (i for i, (a, b) in enumerate(zip(guess, came, strict=False)) if a != b)
+        drafted[place], held[place] = len(guess), next(wrong, len(came))
+        match[place] = index.match_tokens
+        index.extend([token])
+    return drafted, held, match
+
+
+def _draft_counts(drafter: Drafter, prompt: list[int], out: list[int]) -> tuple[Array, Array]:
+    """Return accepted i32 [outputs] and confidence f32 [outputs, DRAFT_TOKENS] of the draft."""
+    seen = prompt[-DRAFT_WINDOW_TOKENS:]
+    # Behind the answer's end stand tokens that nothing guesses, so that its last places draft too.
+    ids = [*seen, *out, *[-1] * DRAFT_TOKENS]
+    run, sure = accepted_and_sure(drafter, ids, len(seen), DRAFT_TOKENS)
+    return run[: len(out)].numpy().astype(np.int32), sure[: len(out)].numpy()
+
+
+def _drafter(path: Path, embedding: Tensor) -> Drafter:
+    sizes, own, ids = load_draft(path, embedding)
+    body = body_of(sizes, own, torch.bfloat16)
+    return Drafter(body, own["lm_head.weight"], ids, F.pad(embedding.bfloat16(), (0, 0, 0, 1)))
