@@ -22,6 +22,7 @@ from parlay.policies.policy import Entry, registry
 GROUP = "parlay.commands"
 _HELP = {
     "demo": "Decode real prompts under the sidecar and compare with fixed settings.",
+    "evaluate": "Estimate from a decision log what other policies would have earned.",
     "generate": "Generate text for one prompt.",
     "serve": "Run the policy sidecar.",
     "bench.decide": "Time the policies' decisions.",
@@ -30,6 +31,9 @@ _HELP = {
     "calibrate.trace": "Record what every proposer would have done on a model's answers.",
     "distill.draft": "Train a draft model on what the target generates.",
     "distill.medusa": "Train Medusa heads on what the target generates.",
+    "log.export": "Write a decision log as CSV or JSON lines.",
+    "log.head": "Show the first rows of a decision log.",
+    "log.stats": "Sum a decision log up.",
     "policies.describe": "Say what a policy does, where it is from and what can be set.",
     "policies.list": "List the policies.",
     "train": "Train a policy in the simulator.",

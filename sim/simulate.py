@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -85,7 +86,8 @@ def parse_policy(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value/key=value`; raises ValueError where it is malformed."""
     name, _, rest = text.partition(":")
     settings: dict[str, str] = {}
-    for part in filter(None, rest.split("/")):
+    # A slash within a value, as in a path, parts nothing.
+    for part in filter(None, re.split(r"/(?=\w+=)", rest)):
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"policy '{text}': write settings as name:key=value/key=value")

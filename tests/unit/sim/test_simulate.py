@@ -8,7 +8,16 @@ import pytest
 from parlay.policies.cli import run as parlay
 from parlay.sim.episode import Episode
 from parlay.sim.scenario import load_scenario
-from parlay.sim.simulate import BEST_GATE, BEST_STATIC, as_json, interval, judge, maker, tune
+from parlay.sim.simulate import (
+    BEST_GATE,
+    BEST_STATIC,
+    as_json,
+    interval,
+    judge,
+    maker,
+    parse_policy,
+    tune,
+)
 
 SMALL = """
 title = "Two people chat"
@@ -80,6 +89,12 @@ def small(tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return str(path)
+
+
+def test_settings_may_hold_paths() -> None:
+    assert parse_policy("learned:path=runs/a.safetensors/seed=3") == (
+        "learned", {"path": "runs/a.safetensors", "seed": "3"},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
