@@ -23,6 +23,7 @@ from parlay.policies.policy import EngineLimits, Policy
 from parlay.policies.switchback import (
     FIRST_GAP_STEPS,
     GAP,
+    LOAD_CHANGE,
     PREFILL_MOST,
     Ledger,
     Schedule,
@@ -47,8 +48,9 @@ _LONGEST = 4
 """A block ends after so many times its length in decisions, whatever could be measured."""
 _UNSETTLED_PAIRS = 24
 _ON_GAP_STEPS = 64
-_SURE, _SURE_GAP_STEPS = math.log(1.05), 512
-"""Where even the lower bound is a clear gain, pairs only watch for its end."""
+_SURE, _SURE_PAIRS, _SURE_GAP_STEPS = math.log(1.05), 3, 192
+"""Where the gain is three standard errors above this, pairs only watch for its end; the bounds that
+turn the policy off are others and do not depend on it."""
 _OFF_GAP_STEPS = 32
 _GRANT_STEPS = 8
 """Loss and probing cost are allowed this many steps beyond their shares, so that a cold start is
@@ -155,7 +157,7 @@ class Guard:
         """Return the wrapped policy's plan, or one that drafts nothing."""
         at = self._at
         if len(view):
-            self._next_block()
+            self._next_block(len(view))
             at.decided += 1
         treated, paired = at.treated(), at.phase != GAP
         self._plans[view.step_id % _PLANS] = (view.step_id, at.block, treated, paired)
@@ -207,9 +209,11 @@ class Guard:
             if at.measured >= self.settings.block_steps:
                 self._advance()
 
-    def _next_block(self) -> None:
+    def _next_block(self, rows: int) -> None:
         """Begin a pair where one is due and paid for; end a block that can measure nothing."""
         at = self._at
+        if abs(math.log(rows) - self._ledger.load) > LOAD_CHANGE:
+            at.this_gap = min(at.this_gap, FIRST_GAP_STEPS)  # what was sure was of another load
         if at.phase != GAP:
             if at.decided >= _LONGEST * (self.settings.block_steps + _TRANSITION_STEPS):
                 self._advance()
@@ -269,9 +273,11 @@ class Guard:
         ledger.loss_ms, ledger.pending_ms = max(0.0, ledger.loss_ms + lost_ms), 0.0
         ledger.resets += changed
         if at.on:
-            settled = gains.lower > 0.0 or gains.count > _UNSETTLED_PAIRS
-            longest = _SURE_GAP_STEPS if gains.lower > _SURE else _ON_GAP_STEPS
-            at.gap = min(2 * at.gap, longest) if settled else FIRST_GAP_STEPS
+            likely = gains.mean - 3.0 * gains.spread / math.sqrt(max(gains.count, 1))
+            sure = gains.count >= _SURE_PAIRS and likely > _SURE
+            settled = sure or gains.lower > 0.0 or gains.count > _UNSETTLED_PAIRS
+            longest = _SURE_GAP_STEPS if sure else _ON_GAP_STEPS
+            at.gap = min(4 * at.gap, longest) if settled else FIRST_GAP_STEPS
             if gains.upper < 0.0 or self._lost():
                 self._switch(on=False)
             return

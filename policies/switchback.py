@@ -21,7 +21,7 @@ _SPIKE = 4.0
 _MEMORY_STEPS = 32
 _RATE_MEMORY = 16.0
 _MOST_UNTOLD = 16
-_LOAD_CHANGE, _LOAD_MEMORY = math.log(2.0), 8.0
+LOAD_CHANGE, _LOAD_MEMORY = math.log(2.0), 8.0
 FIRST_GAP_STEPS = 4
 GAP, FIRST, SECOND = range(3)
 """Phases: between pairs, and the two blocks of one."""
@@ -99,7 +99,7 @@ class Ledger:
 
     def moves_to(self, load: float) -> bool:
         """Follow the mean log rows of a pair; return whether it is another load altogether."""
-        moved = abs(load - self.load) > _LOAD_CHANGE
+        moved = abs(load - self.load) > LOAD_CHANGE
         start = moved or math.isnan(self.load)
         self.load = load if start else self.load + (load - self.load) / _LOAD_MEMORY
         return moved

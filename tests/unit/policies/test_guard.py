@@ -190,7 +190,7 @@ def test_the_report_brackets_the_gain() -> None:
     assert report.gain == pytest.approx(1.5, rel=0.08)
     assert report.loss_s == 0.0
     assert report.elapsed_s == pytest.approx(1e-3 * ran.ms.sum(), rel=0.05)
-    assert report.probes > 10
+    assert report.probes >= 5
 
 
 def test_a_policy_that_drafts_nothing_costs_nothing_and_gains_nothing() -> None:
