@@ -16,7 +16,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from parlay.controller.host import Host
+from parlay.controller.log import StepLog
 from parlay.controller.service import serve as serve_host
+from parlay.policies.decision_log import LogSettings
 
 PROBE_S = 1.0
 MAX_PATH_BYTES = 107
@@ -31,13 +33,21 @@ def serve(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="a setting of the policy, key=value")
     ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="write the decision log into this folder")
+    ] = None,
+    log_sample: Annotated[float, typer.Option(help="share of requests to log, 0 to 1")] = 1.0,
 ) -> None:
     """Serve speculation plans to engines; SIGTERM drains and ends."""
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
     try:
         host = Host(policy, parse_settings(settings or []))
         claim(listen)
-        asyncio.run(_run(host, listen))
+        with contextlib.ExitStack() as stack:
+            if log is not None:
+                kept = StepLog(log, policy, LogSettings(sample_rate=log_sample))
+                host.keep = stack.enter_context(kept).put
+            asyncio.run(_run(host, listen))
     except (OSError, ValueError) as error:
         _fail(str(error))
     release(listen)

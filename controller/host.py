@@ -5,10 +5,11 @@ Pure: structs in, structs out. Whoever calls it does so from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
+from parlay.controller.heard import HeardStep, Waiting
 from parlay.policies.policy import EngineLimits, Policy, make_policy
 from parlay.policies.types import BatchView, Plan, StepOutcome
 from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
@@ -56,14 +57,25 @@ class Session:
     last_outcome: int = -1
     last_view: int = -1
     counts: Counts = field(default_factory=Counts)
+    engine_id: str = ""
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 class Host:
-    """Keeps a session for each engine; raises ValueError where policy or settings are unknown."""
+    """Keeps a session for each engine; raises ValueError where policy or settings are unknown.
 
-    def __init__(self, policy: str, settings: Mapping[str, str] | None = None) -> None:
+    keep: gets every step whose view and outcome were heard; it must not raise nor take long.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        settings: Mapping[str, str] | None = None,
+        keep: Callable[[HeardStep], None] | None = None,
+    ) -> None:
         self.policy = policy
         self.settings = dict(settings or {})
+        self.keep = keep
         self.sessions: dict[str, Session] = {}
         self._streams = count(1)
         make_policy(policy, self.settings)
@@ -86,10 +98,11 @@ class Host:
                 session.stream = _REPLACED
             self._make_room()
             policy = make_policy(self.policy, self.settings, hello.limits)
-            session = Session(policy, hello.limits, hello.run_id)
+            session = Session(policy, hello.limits, hello.run_id, engine_id=hello.engine_id)
         self.sessions[hello.engine_id] = session
         if session.run_id != hello.run_id:
             session.run_id, session.last_outcome, session.last_view = hello.run_id, -1, -1
+            session.waiting = Waiting()
         session.stream = stream or session.stream
         session.counts.hellos += 1
         last = session.last_outcome if session.last_outcome >= 0 else None
@@ -110,6 +123,10 @@ class Host:
             return False
         session.last_outcome = outcome.step_id
         session.counts.outcomes += 1
+        if self.keep is not None:
+            step = session.waiting.step_of(session.engine_id, outcome)
+            if step is not None:
+                self.keep(step)
         session.policy.observe(outcome)
         return True
 
@@ -120,7 +137,10 @@ class Host:
             return None
         session.last_view = view.step_id
         session.counts.plans += 1
-        return session.policy.decide(view)
+        plan = session.policy.decide(view)
+        if self.keep is not None:
+            session.waiting.decided(view, plan)
+        return plan
 
     def session(self, engine_id: str) -> Session:
         """Return the session of an engine that has said hello; raises UnknownEngine."""
