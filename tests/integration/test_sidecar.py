@@ -117,12 +117,16 @@ def run_to_failure(*arguments: str) -> str:
 def test_plans_come_from_the_sidecar_and_are_of_the_step_before(sidecar: Sidecar) -> None:
     with engine(sidecar.target) as (planner, history):
         step_until(planner, history, PlanSource.REMOTE)
-        for _ in range(20):
+        steered, deadline_s = 0, time.monotonic() + WAIT_S
+        # A machine that stalls for eight steps is answered locally, which is no fault.
+        while steered < 20:
+            assert time.monotonic() < deadline_s, planner.stats
             view = history.view()
             plan, source = planner.plan(view)
-            assert source is PlanSource.REMOTE
-            assert plan is not None
-            assert view.step_id - plan.expires_after_steps <= plan.step_id < view.step_id
+            if source is PlanSource.REMOTE:
+                assert plan is not None
+                assert view.step_id - plan.expires_after_steps <= plan.step_id < view.step_id
+                steered += 1
             planner.observe(history.step(plan, source))
             time.sleep(0.02)
         assert planner.stats.dropped_reports == 0
