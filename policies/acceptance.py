@@ -27,37 +27,37 @@ from parlay.policies.types import (
     match_bucket,
 )
 
-_BUCKETS = len(MATCH_EDGES) + 1
-CHANNELS = _BUCKETS + PROPOSERS - 2
+BUCKETS = len(MATCH_EDGES) + 1
+CHANNELS = BUCKETS + PROPOSERS - 2
 """N-gram match buckets, then the draft model, then Medusa."""
 
 # Optimistic: a proposer that is never tried teaches nothing. Worth many observations, because the
 # first positions after a prompt accept little and sixteen requests may start in one step.
-_PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4])
-_PRIOR_ROWS = 24.0
-_NEIGHBOUR_ROWS = 12.0
-_NEIGHBOUR_REACH = 0.5
+PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4])
+PRIOR_ROWS = 24.0
+NEIGHBOUR_ROWS = 12.0
+NEIGHBOUR_REACH = 0.5
 _HALF_LIFE_ROWS = 600.0
-_TASK_STRENGTH = 6.0
-_TASK_HALF_LIFE_ROWS = 400.0
-_REQUEST_STRENGTH = 3.5
-_REQUEST_DECAY = 0.955
+TASK_STRENGTH = 6.0
+TASK_HALF_LIFE_ROWS = 400.0
+REQUEST_STRENGTH = 3.5
+REQUEST_DECAY = 0.955
 """A step heard of, drafted in or not: what text was like twenty tokens ago says little of it now.
 With the shipped draft on five kinds of text strengths of 2.5 to 10 foretold the next rejection
 best, with decays of .9 to .975 everywhere but on data."""
 _DRIFT_PER_STEP = 5e-5
 """Variance by which the log of a task's hazards may have moved in a step unseen."""
 _HOPE = 1.5
-_FIRST_TOKENS = 2
-_FIRST_WEIGHT = 0.25
+FIRST_TOKENS = 2
+FIRST_WEIGHT = 0.25
 _TASKS = 32
 _FORGET_STEPS = 512
-_HAZARD_FLOOR = 0.005
+HAZARD_FLOOR = 0.005
 
 
 def channel_of(proposer: Array, match_tokens: Array) -> Array:
     """Return the channel of each row; meaningless where proposer is NONE."""
-    other = _BUCKETS + proposer.astype(np.intp) - DRAFT_MODEL
+    other = BUCKETS + proposer.astype(np.intp) - DRAFT_MODEL
     return np.where(proposer == NGRAM, match_bucket(match_tokens), other)
 
 
@@ -83,7 +83,7 @@ class Acceptance:
         self._output = np.zeros(0, np.int64)
         places = np.arange(k_max)
         lag = places - places[:, None]
-        self._neighbours = np.where(lag >= 0, _NEIGHBOUR_REACH ** np.maximum(lag, 0), 0.0)
+        self._neighbours = np.where(lag >= 0, NEIGHBOUR_REACH ** np.maximum(lag, 0), 0.0)
         self._refit()
 
     def rows_of(self, request_id: Array, task: Array, output_tokens: Array | None = None) -> Array:
@@ -109,9 +109,9 @@ class Acceptance:
     def frailty(self, rows: Array) -> Array:
         """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
         tasks = self._request_task[rows]
-        prior = _REQUEST_STRENGTH * self._task_frailty()[tasks]
+        prior = REQUEST_STRENGTH * self._task_frailty()[tasks]
         rejected, expected = self._request[:, rows]
-        frailty: Array = (prior + rejected) / (_REQUEST_STRENGTH + expected)
+        frailty: Array = (prior + rejected) / (REQUEST_STRENGTH + expected)
         return frailty
 
     def least_frailty(self, rows: Array, frailty: Array, proposer: int, quiet_steps: int) -> Array:
@@ -133,13 +133,13 @@ class Acceptance:
         survival[:, NGRAM] = ngram_survival(
             hazard, frailty[:, NGRAM].astype(np.float32), match_tokens
         )
-        reject = np.minimum(frailty[:, 2:, None] * self.hazard[_BUCKETS:], HAZARD_CEILING)
+        reject = np.minimum(frailty[:, 2:, None] * self.hazard[BUCKETS:], HAZARD_CEILING)
         survival[:, 2:] = np.cumprod(1.0 - reject, axis=2)
         return survival
 
     def match_hazard(self) -> Array:
         """Return f32 [match buckets, K] for the plan."""
-        return self.hazard[:_BUCKETS].astype(np.float32)
+        return self.hazard[:BUCKETS].astype(np.float32)
 
     def observe(self, outcome: StepOutcome, doubt: Array | None = None) -> Array:
         """Learn from a step; return bool [PROPOSERS], whose drafts it showed.
@@ -151,7 +151,7 @@ class Acceptance:
         shown = np.zeros(PROPOSERS, bool)
         if len(outcome):
             rows = self.rows_of(outcome.request_id, outcome.task)
-            self._request[:, rows] *= _REQUEST_DECAY
+            self._request[:, rows] *= REQUEST_DECAY
             self._learn(outcome, rows, shown, doubt)
             self._output[rows] += outcome.emitted
         if self.version % 64 == 0:
@@ -177,9 +177,9 @@ class Acceptance:
         task = self._request_task[row]
         task_frailty = self._task_frailty()[task, proposer]
         rejected, expected = self._request[:, row, proposer]
-        prior = (_REQUEST_STRENGTH * task_frailty + rejected)[:, None]
-        frailty = prior / (_REQUEST_STRENGTH + expected[:, None] + before)
-        weight = np.where(self._output[row] < _FIRST_TOKENS, _FIRST_WEIGHT, 1.0)
+        prior = (REQUEST_STRENGTH * task_frailty + rejected)[:, None]
+        frailty = prior / (REQUEST_STRENGTH + expected[:, None] + before)
+        weight = np.where(self._output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
         self._age(row, proposer, task)
         exposure = np.where(at_risk, frailty, 0.0) * weight[:, None]
         rejection = (place == accepted[:, None]) * (failed * weight)[:, None]
@@ -199,24 +199,24 @@ class Acceptance:
     def _age(self, row: Array, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
         decay = 0.5 ** (np.bincount(proposer, minlength=PROPOSERS) / _HALF_LIFE_ROWS)
-        by_channel = np.concatenate([np.full(_BUCKETS, decay[NGRAM]), decay[2:]])
+        by_channel = np.concatenate([np.full(BUCKETS, decay[NGRAM]), decay[2:]])
         self.rejected *= by_channel[:, None]
         self.exposed *= by_channel[:, None]
         counts = np.bincount(task * PROPOSERS + proposer, minlength=_TASKS * PROPOSERS)
-        self._task *= 0.5 ** (counts.reshape(_TASKS, PROPOSERS) / _TASK_HALF_LIFE_ROWS)
+        self._task *= 0.5 ** (counts.reshape(_TASKS, PROPOSERS) / TASK_HALF_LIFE_ROWS)
 
     def _refit(self) -> None:
         """Shrink each position to the shallower ones near it, and those to the prior."""
-        prior = _PRIOR_ROWS * _PRIOR_HAZARD[:, None]
+        prior = PRIOR_ROWS * PRIOR_HAZARD[:, None]
         near = (prior + self.rejected @ self._neighbours) / (
-            _PRIOR_ROWS + self.exposed @ self._neighbours
+            PRIOR_ROWS + self.exposed @ self._neighbours
         )
-        hazard = (_NEIGHBOUR_ROWS * near + self.rejected) / (_NEIGHBOUR_ROWS + self.exposed)
-        self.hazard = np.clip(hazard, _HAZARD_FLOOR, HAZARD_CEILING)
+        hazard = (NEIGHBOUR_ROWS * near + self.rejected) / (NEIGHBOUR_ROWS + self.exposed)
+        self.hazard = np.clip(hazard, HAZARD_FLOOR, HAZARD_CEILING)
 
     def _task_frailty(self) -> Array:
         rejected, expected = self._task
-        frailty: Array = (_TASK_STRENGTH + rejected) / (_TASK_STRENGTH + expected)
+        frailty: Array = (TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected)
         return frailty
 
     def _add(self, request_id: int, task: int, output_tokens: int) -> int:

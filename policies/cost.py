@@ -35,6 +35,25 @@ _RATIO_PRIOR = 12.0
 _RATIO_DISCOUNT = 0.98
 
 
+_CURRENT_LAG = 2
+"""Tokens that the draft model reads in its first pass anyway."""
+
+
+def behind(draft_kv_lag: Array) -> Array:
+    """Return how many tokens the draft model must catch up before it drafts."""
+    owed: Array = np.maximum(draft_kv_lag - _CURRENT_LAG, 0)
+    return owed
+
+
+def padded(tokens: Array, bucket_edges: Array) -> Array:
+    """Return the tokens that steps of `tokens` really run; beyond the last edge, as they are."""
+    if not len(bucket_edges):
+        return tokens
+    place = np.minimum(np.searchsorted(bucket_edges, tokens), len(bucket_edges) - 1)
+    run: Array = np.maximum(tokens, bucket_edges[place])
+    return run
+
+
 class Line:
     """y_ms = weights . x over a window of steps; robust to spikes.
 

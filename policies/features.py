@@ -13,9 +13,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parlay.policies.acceptance import (
+    CHANNELS,
+    FIRST_TOKENS,
+    FIRST_WEIGHT,
+    HAZARD_FLOOR,
+    NEIGHBOUR_REACH,
+    NEIGHBOUR_ROWS,
+    PRIOR_HAZARD,
+    PRIOR_ROWS,
+    REQUEST_DECAY,
+    REQUEST_STRENGTH,
+    TASK_HALF_LIFE_ROWS,
+    TASK_STRENGTH,
+    channel_of,
+)
+from parlay.policies.allocate import HAZARD_CEILING
+from parlay.policies.cost import behind
 from parlay.policies.types import (
     DRAFT_MODEL,
-    MATCH_EDGES,
     MEDUSA,
     NGRAM,
     NONE,
@@ -51,21 +67,12 @@ _OF_ROW = (
 )  # fmt: skip
 FEATURES = (*_OF_BATCH, *_OF_ROW, *(f"accepts_{name}" for name in ACTION_NAMES[1:]))
 
-_BUCKETS = len(MATCH_EDGES) + 1
-_CHANNELS = _BUCKETS + PROPOSERS - 2
-_PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4], np.float32)
-_PRIOR_ROWS, _NEIGHBOUR_ROWS = 24.0, 12.0
-_TASK_STRENGTH, _REQUEST_STRENGTH = 6.0, 3.5
-_REQUEST_DECAY = 0.955
-_TASK_HALF_LIFE, _BATCH_HALF_LIFE = 400.0, 1200.0
+_BATCH_HALF_LIFE = 1200.0
 """In drafts that were scored."""
 _SPEED_DECAY = 0.98
-_WORST, _BEST = 0.98, 0.005
-_FIRST_TOKENS, _FIRST_WEIGHT = 2, 0.25
-_CURRENT_LAG = 2
-_FIRST_OF_DRAFTER = np.array([0, 0, _BUCKETS, _BUCKETS + 1])
+_PRIOR_HAZARD = PRIOR_HAZARD.astype(np.float32)
 _lag = np.arange(DEPTH) - np.arange(DEPTH)[:, None]
-_NEIGHBOURS = np.where(_lag >= 0, 0.5 ** np.maximum(_lag, 0), 0.0).astype(np.float32)
+_NEIGHBOURS = np.where(_lag >= 0, NEIGHBOUR_REACH ** np.maximum(_lag, 0), 0.0).astype(np.float32)
 
 
 @dataclass(slots=True)
@@ -130,12 +137,12 @@ class Tracker:
     """
 
     def __init__(self, batches: int, rows: int, tasks: int) -> None:
-        self.counts = np.zeros((2, batches, _CHANNELS, DEPTH), np.float32)
+        self.counts = np.zeros((2, batches, CHANNELS, DEPTH), np.float32)
         self.task = np.zeros((2, tasks, PROPOSERS), np.float32)
         self.request = np.zeros((2, rows, PROPOSERS), np.float32)
         self.speed = np.zeros((3, batches))
         self.last = np.zeros((batches, 4), np.float32)
-        self.hazard = np.zeros((batches, _CHANNELS, DEPTH), np.float32)
+        self.hazard = np.zeros((batches, CHANNELS, DEPTH), np.float32)
         self._refit()
 
     def begin(self, rows: Array) -> None:
@@ -163,20 +170,20 @@ class Tracker:
 
     def learn(self, present: Array, shown: Shown) -> None:
         """Learn from a step in which the requests in rows `present` ran, and what it showed."""
-        self.request[:, present] *= _REQUEST_DECAY
+        self.request[:, present] *= REQUEST_DECAY
         if not len(shown.row):
             return
         who, place = shown.proposer.astype(np.intp), np.arange(DEPTH)
         self._age(shown)
-        channel = _channel(who, shown.match_tokens)
+        channel = channel_of(who, shown.match_tokens)
         at_risk = place < np.minimum(shown.accepted + 1, shown.seen)[:, None]
         hazard = np.where(at_risk, self.hazard[shown.batch, channel], np.float32(0.0))
-        weight = np.where(shown.output_tokens < _FIRST_TOKENS, _FIRST_WEIGHT, 1.0)
+        weight = np.where(shown.output_tokens < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
         weight = weight.astype(np.float32)
         failed = ((shown.accepted < shown.seen) & (shown.accepted < DEPTH)) * weight
         task_frailty = self._task_frailty()[shown.task, who]
         frailty = self._frailty(shown.row, who, task_frailty)
-        cell = (shown.batch * _CHANNELS + channel) * DEPTH
+        cell = (shown.batch * CHANNELS + channel) * DEPTH
         shape = self.counts.shape[1:]
         fell = cell + np.minimum(shown.accepted, DEPTH - 1)
         self.counts[0] += np.bincount(fell, failed, self.counts[0].size).reshape(shape)
@@ -229,8 +236,8 @@ class Tracker:
                 match_bucket(rows.match_tokens) / 7.0,
                 np.minimum(rows.recent_accept, 9.0) / 4.0,
                 np.log2(1.0 + rows.output_tokens) / 8.0,
-                rows.output_tokens < _FIRST_TOKENS,
-                np.log2(1.0 + np.maximum(rows.draft_kv_lag - _CURRENT_LAG, 0)) / 8.0,
+                rows.output_tokens < FIRST_TOKENS,
+                np.log2(1.0 + behind(rows.draft_kv_lag)) / 8.0,
                 np.minimum(rows.temperature, 2.0),
                 np.minimum(ms_a_token[rows.batch] / target, 4.0),
                 known[NGRAM],
@@ -245,13 +252,13 @@ class Tracker:
         at = 0
         for who, ks in ((NGRAM, _BY_PASSES), (DRAFT_MODEL, _BY_PASSES), (MEDUSA, _BY_HEADS)):
             frailty = self._frailty(rows.row, who, task_frailty[:, who])
-            hazard = self.hazard[rows.batch, _channel(np.asarray(who), rows.match_tokens)]
+            hazard = self.hazard[rows.batch, channel_of(np.asarray(who), rows.match_tokens)]
             total, survival = np.zeros(len(out), np.float32), np.ones(len(out), np.float32)
             if who == NGRAM:
                 survival[rows.match_tokens <= 0] = 0.0
             # A place at a time: accumulating along short rows is several times slower.
             for place in range(ks[-1]):
-                survival *= 1.0 - np.minimum(hazard[:, place] * frailty, _WORST)
+                survival *= 1.0 - np.minimum(hazard[:, place] * frailty, HAZARD_CEILING)
                 total += survival
                 if place + 1 in ks:
                     out[:, at] = total
@@ -261,27 +268,27 @@ class Tracker:
         drafts = np.bincount(shown.batch, minlength=self.counts.shape[1])
         self.counts *= (0.5 ** (drafts / _BATCH_HALF_LIFE)).astype(np.float32)[:, None, None]
         drafts = np.bincount(shown.task, minlength=self.task.shape[1])
-        self.task *= (0.5 ** (drafts / _TASK_HALF_LIFE)).astype(np.float32)[:, None]
+        self.task *= (0.5 ** (drafts / TASK_HALF_LIFE_ROWS)).astype(np.float32)[:, None]
 
     def _task_frailty(self) -> Array:
-        frailty: Array = (_TASK_STRENGTH + self.task[0]) / (_TASK_STRENGTH + self.task[1])
+        frailty: Array = (TASK_STRENGTH + self.task[0]) / (TASK_STRENGTH + self.task[1])
         return frailty
 
     def _frailty(self, row: Array, who: Array | int, task_frailty: Array) -> Array:
         rejected, expected = self.request[:, row, who]
-        frailty: Array = (_REQUEST_STRENGTH * task_frailty + rejected) / (
-            _REQUEST_STRENGTH + expected
+        frailty: Array = (REQUEST_STRENGTH * task_frailty + rejected) / (
+            REQUEST_STRENGTH + expected
         )
         return frailty
 
     def _refit(self) -> None:
         """Shrink each place to the shallower ones near it, and those to the prior."""
         rejected, exposed = self.counts
-        near = (_PRIOR_ROWS * _PRIOR_HAZARD[:, None] + rejected @ _NEIGHBOURS) / (
-            _PRIOR_ROWS + exposed @ _NEIGHBOURS
+        near = (PRIOR_ROWS * _PRIOR_HAZARD[:, None] + rejected @ _NEIGHBOURS) / (
+            PRIOR_ROWS + exposed @ _NEIGHBOURS
         )
-        hazard = (_NEIGHBOUR_ROWS * near + rejected) / (_NEIGHBOUR_ROWS + exposed)
-        self.hazard = np.clip(hazard, _BEST, _WORST).astype(np.float32)
+        hazard = (NEIGHBOUR_ROWS * near + rejected) / (NEIGHBOUR_ROWS + exposed)
+        self.hazard = np.clip(hazard, HAZARD_FLOOR, HAZARD_CEILING).astype(np.float32)
 
     def state(self) -> dict[str, Array]:
         """Return everything that later features depend on."""
@@ -303,10 +310,6 @@ def allowed(match_tokens: Array, max_k: Array, proposer_mask: Array, prefill: Ar
     deep &= (match_tokens > 0)[:, None] | (PROPOSER_OF != NGRAM)
     deep[:, 0] = True
     return deep
-
-
-def _channel(who: Array, match_tokens: Array) -> Array:
-    return np.where(who == NGRAM, match_bucket(match_tokens), _FIRST_OF_DRAFTER[who])
 
 
 def _add(table: Array, part: int, row: Array, who: Array, what: Array) -> None:

@@ -14,16 +14,22 @@ import numpy as np
 
 from parlay.policies.acceptance import Acceptance
 from parlay.policies.calibration import Calibration, calibrated
-from parlay.policies.cost import StepTime
+from parlay.policies.cost import StepTime, behind, padded
 from parlay.policies.explore import Explorer
 from parlay.policies.policy import EngineLimits, register
-from parlay.policies.solver import DWELL_STEPS, Allocation, StepCosts, best_plan, no_speculation
+from parlay.policies.solver import (
+    DWELL_STEPS,
+    Allocation,
+    StepCosts,
+    best_plan,
+    no_speculation,
+    usable,
+)
 from parlay.policies.types import (
     DRAFT_MODEL,
     K_LIMIT,
     NGRAM,
     NO_BUDGET,
-    PROPOSERS,
     Array,
     BatchView,
     Plan,
@@ -36,8 +42,6 @@ from parlay.policies.types import (
 
 _MARGIN = 0.01
 """Share by which a plan must beat no speculation: the best estimate is too high by selection."""
-_CURRENT_LAG = 2
-"""Tokens that the draft model reads in its first pass anyway."""
 _MOST_UNTOLD = 16
 _VERSION = "goodput/1"
 
@@ -81,11 +85,11 @@ class Goodput:
         rows = self.acceptance.rows_of(view.request_id, view.task, view.output_tokens)
         frailty = self.acceptance.frailty(rows)
         survival = self.acceptance.survival(frailty, view.match_tokens)
-        usable = _usable(view, survival) * weight[:, None, None]
+        worth = usable(view, survival) * weight[:, None, None]
         costs = self._costs(view, self.acceptance.k_max, block_price_ms)
         emits = max(float(weight[view.prefill_tokens == 0].sum()), 1.0)
         none = no_speculation(len(view), emits, costs)
-        best = best_plan(usable, costs, emits, self._ms_per_token or None) if len(view) else none
+        best = best_plan(worth, costs, emits, self._ms_per_token or None) if len(view) else none
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
             best = none
         self._ms_per_token = best.ms_per_token
@@ -93,10 +97,10 @@ class Goodput:
 
         def hopes(tried: int, quiet_steps: int) -> Array:
             least = self.acceptance.least_frailty(rows, frailty, tried, quiet_steps)
-            hoped = _usable(view, self.acceptance.survival(least, view.match_tokens))
+            hoped = usable(view, self.acceptance.survival(least, view.match_tokens))
             return hoped * weight[:, None, None]
 
-        chosen, explored = self.explorer.apply(view, usable, hopes, best, costs)
+        chosen, explored = self.explorer.apply(view, worth, hopes, best, costs)
         self._lag = (view.request_id, view.draft_kv_lag)
         return self._plan(view, survival, frailty, chosen, explored, best, costs)
 
@@ -122,18 +126,14 @@ class Goodput:
         # Prompts take their time whatever is drafted. Counted here they would make a token look
         # worth as much as a step of prompts costs, and every such step draft in vain.
         tokens = np.arange(decoding, decoding + most + 1)
-        edges = view.bucket_edges
-        if len(edges):
-            place = np.minimum(np.searchsorted(edges, tokens + prompts), len(edges) - 1)
-            tokens = np.maximum(tokens, edges[place] - prompts)
+        tokens = padded(tokens + prompts, view.bucket_edges) - prompts
         verify_ms = self.step_time.verify_ms(tokens, float(view.kv_tokens))
         a_pass, token_ms, catch_up = self.step_time.draft_ms()
-        behind = np.maximum(view.draft_kv_lag - _CURRENT_LAG, 0)
         return StepCosts(
             verify_ms,
             a_pass,
             token_ms + block_price_ms,
-            behind * (catch_up / DWELL_STEPS),
+            behind(view.draft_kv_lag) * (catch_up / DWELL_STEPS),
             self.step_time.pad_ms(),
         )
 
@@ -158,8 +158,7 @@ class Goodput:
         """Return how many tokens of KV the draft model caught up in the step."""
         ids, lag = self._lag
         drafts = outcome.request_id[outcome.proposer == DRAFT_MODEL]
-        behind = np.maximum(lag[np.isin(ids, drafts)] - _CURRENT_LAG, 0)
-        return float(behind.sum())
+        return float(behind(lag[np.isin(ids, drafts)]).sum())
 
     def _plan(
         self,
@@ -240,13 +239,6 @@ class Goodput:
 
 def _decoding(view: BatchView) -> int:
     return int((view.prefill_tokens == 0).sum())
-
-
-def _usable(view: BatchView, survival: Array) -> Array:
-    """Return survival f64 with zeros wherever a row may not draft in this step."""
-    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
-    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
-    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0).astype(float)
 
 
 def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, Array
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, PROPOSERS, Array, BatchView
 
 _FLAT = (NGRAM, MEDUSA)
 _BARRED = -1e30
@@ -62,6 +62,13 @@ class Allocation:
     def ms_per_token(self) -> float:
         """Return what an emitted token costs under this plan."""
         return self.step_ms / self.emitted_tokens
+
+
+def usable(view: BatchView, survival: Array) -> Array:
+    """Return survival f64 with zeros wherever a row may not draft in this step."""
+    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
+    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
+    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0).astype(float)
 
 
 def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:

@@ -78,6 +78,10 @@ class StopKind(IntEnum):
     PROBABILITY = 3
 
 
+ENTROPY_SCALE = 0.15
+"""The c of an entropy rule's sqrt(c H), SVIP's bound on acceptance (Zhang et al. 2024)."""
+
+
 class ShadowKind(IntEnum):
     """How a shadow proposal was scored: exact matches, or overlap sum min(p, q)."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parlay.policies.cost import StepTime
+from parlay.policies.cost import StepTime, behind, padded
 from parlay.policies.evidence import drafts_of
 from parlay.policies.features import DEPTH, WIDTHS, Prices, Rows, Shown, Tracker
 from parlay.policies.types import (
@@ -24,7 +24,6 @@ _TASKS = 64
 _FORGET_STEPS = 512
 _SWEEP_STEPS = 64
 _LONG_PROMPT_TOKENS = 64
-_CURRENT_LAG = 2
 UNSEEN_SHARE = np.array([0.0, 0.01, 0.0, 0.05])
 """What drafting is thought to take before it was seen, of a plain step."""
 _DRAFTING_WEIGHT = 0.05
@@ -66,7 +65,7 @@ class Watched:
         decoding = max(int((view.prefill_tokens == 0).sum()), 1)
         prompts = int(view.prefill_tokens.sum())
         fed = np.array([decoding + prompts])
-        tokens = _padded(view.bucket_edges, decoding * np.array(WIDTHS))
+        tokens = padded(decoding * np.array(WIDTHS), view.bucket_edges)
         verify_ms = self.step_time.verify_ms(tokens, float(view.kv_tokens))
         a_pass, token_ms, catch_up_ms = self.step_time.draft_ms()
         guess = UNSEEN_SHARE * verify_ms[0]
@@ -80,15 +79,14 @@ class Watched:
             ngram_ms=drafting[[NGRAM]],
             catch_up_ms=np.array([catch_up_ms]) if (view.draft_kv_lag > 1).any() else np.zeros(1),
             prefill_share=prompts / fed,
-            slack=np.minimum((_padded(view.bucket_edges, fed) - fed) / decoding, 4.0),
+            slack=np.minimum((padded(fed, view.bucket_edges) - fed) / decoding, 4.0),
         )
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from one finished step."""
         ids, lag = self._lag
         modelled = outcome.request_id[outcome.proposer == DRAFT_MODEL]
-        behind = np.maximum(lag[np.isin(ids, modelled)] - _CURRENT_LAG, 0)
-        self.step_time.observe(outcome, float(behind.sum()))
+        self.step_time.observe(outcome, float(behind(lag[np.isin(ids, modelled)]).sum()))
         rows = self.requests.known(outcome.request_id)
         there, output = rows >= 0, self.requests.output
         drafts = drafts_of(outcome, rows, self.requests.known(outcome.shadow.request_id), None)
@@ -227,11 +225,3 @@ class Requests:
         self._free = sorted(set(range(size)) - set(rows), reverse=True)
         self.output, self._seen = state["output"].copy(), state["seen"].copy()
         self._steps = int(state["steps"])
-
-
-def _padded(edges: Array, tokens: Array) -> Array:
-    """Return the tokens that steps of `tokens` really run."""
-    if not len(edges):
-        return tokens
-    place = np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)
-    return np.maximum(tokens, edges[place])

@@ -14,9 +14,11 @@ import numpy as np
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
 from parlay.engine.request import Request
 from parlay.policies.calibration import calibrated
+from parlay.policies.cost import behind
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import (
     DRAFT_MODEL,
+    ENTROPY_SCALE,
     MEDUSA,
     NGRAM,
     Array,
@@ -30,8 +32,6 @@ from parlay.sim.latent import Luck
 
 ENTROPY_CHOICES = 20.0
 """A drafter of confidence c is given the entropy of c on one token and the rest on so many."""
-SVIP_SCALE = 0.15
-"""The c of sqrt(c H), as in the engine's draft model (Zhang et al. 2024)."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class SimBackend:
         drafts.read_by_draft[modelled] = True
         drafts.draft_depth = int(passes[modelled].max(initial=0))
         requests = [batch.requests[r] for r in modelled]
-        behind = sum(max(len(r.tokens) - r.draft_computed - 2, 0) for r in requests)
+        lag = np.array([len(r.tokens) - r.draft_computed for r in requests], np.int64)
         work = Work(
             tokens=0,
             requests=0,
@@ -134,7 +134,7 @@ class SimBackend:
             draft_kv_tokens=sum(r.computed for r in requests),
             medusa_rows=int(((fit.proposer == MEDUSA) & (fit.k > 0)).sum()),
             ngram_rows=int(((fit.proposer == NGRAM) & (fit.k > 0)).sum()),
-            catch_up_tokens=behind if self.catches_up else 0,
+            catch_up_tokens=int(behind(lag).sum()) if self.catches_up else 0,
         )
         drafts.draft_ms = self.costs.time(work).draft_ms
         self.time_s += 1e-3 * float(drafts.draft_ms.sum())
@@ -186,7 +186,7 @@ def _stopped(
             believed = calibrated(confidence, slope, offset)
         low = np.cumprod(believed, axis=1) < stop.threshold
     elif stop.kind is StopKind.ENTROPY:
-        low = np.sqrt(SVIP_SCALE * _entropy(confidence)) > stop.threshold
+        low = np.sqrt(ENTROPY_SCALE * _entropy(confidence)) > stop.threshold
         low[:, 0] = False
     first = np.where(low.any(axis=1), low.argmax(axis=1), depth)
     return np.minimum(k, first), np.minimum(k, first + 1)

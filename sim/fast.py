@@ -16,6 +16,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from parlay.engine.commit import RECENT_DECAY
+from parlay.policies.cost import behind
 from parlay.policies.features import DEPTH, Shown, Tracker, allowed
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, PROPOSERS, Array
 from parlay.sim.episode import TOKEN_BUDGET
@@ -33,7 +34,6 @@ from parlay.sim.latent import (
 from parlay.sim.scenario import tasks
 
 _EVERY_PROPOSER = np.uint8((1 << PROPOSERS) - 1)
-_CURRENT_LAG = 2
 _F32 = np.float32
 _USUAL_WEIGHT = 0.1
 _LEADING = np.array([f"{byte:08b}0".index("0") for byte in range(256)])
@@ -261,12 +261,12 @@ class FastLoop:
         size = batches * (DEPTH + 1)
         depth = np.bincount(batch * (DEPTH + 1) + deep, minlength=size).reshape(batches, -1)
         rows = depth[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
-        behind = np.where(self.catches_up[batch], np.maximum(self.lag[mine] - _CURRENT_LAG, 0), 0)
-        kv_sum, owed = (np.bincount(batch, x, batches) for x in (kv, behind))
+        owing = np.where(self.catches_up[batch], behind(self.lag[mine]), 0)
+        kv_sum, owed = (np.bincount(batch, x, batches) for x in (kv, owing))
         owed = owed.astype(np.int64)
         took = self._passes_ms(self.every, rows, kv_sum, owed)
         fewer = rows[batch] - (np.arange(DEPTH) < deep[:, None])
-        without = self._passes_ms(batch, fewer, kv_sum[batch] - kv, owed[batch] - behind)
+        without = self._passes_ms(batch, fewer, kv_sum[batch] - kv, owed[batch] - owing)
         of_row[mine] = took[batch] - without
         return took, of_row
 

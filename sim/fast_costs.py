@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parlay.policies.cost import padded
 from parlay.policies.types import Array
 from parlay.sim.cost_tables import PassCost, TableCosts
 
@@ -141,8 +142,5 @@ class FastCosts:
 
 
 def _padding(model: TableCosts, most: int) -> Array:
-    tokens, edges = np.arange(most + 1), np.asarray(model.bucket_edges, np.int64)
-    if not len(edges):
-        return tokens
-    place = np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)
-    return np.where((tokens > 0) & (tokens <= edges[-1]), edges[place], tokens)
+    tokens = np.arange(most + 1)
+    return np.where(tokens > 0, padded(tokens, np.asarray(model.bucket_edges, np.int64)), 0)

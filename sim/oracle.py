@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from parlay.policies.cost import behind, padded
 from parlay.policies.policy import EngineLimits, Stateless
 from parlay.policies.solver import (
     DWELL_STEPS,
@@ -17,6 +18,7 @@ from parlay.policies.solver import (
     StepCosts,
     best_plan,
     best_plan_at,
+    usable,
 )
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -113,13 +115,6 @@ def clairvoyant(backend: SimBackend, limits: EngineLimits) -> Oracle:
     return Oracle("clairvoyant", backend, limits, survival)
 
 
-def usable(view: BatchView, survival: Array) -> Array:
-    """Return survival with zeros wherever a row may not draft in this step."""
-    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
-    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
-    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0)
-
-
 def best_true_plan(
     backend: SimBackend,
     view: BatchView,
@@ -156,14 +151,9 @@ def _true_costs(
     decoding = int((view.prefill_tokens == 0).sum())
     most = max(min(decoding * depth, limits.token_budget - fixed), 0)
     price = backend.costs.time
-    edges = np.asarray(view.bucket_edges)
-    tokens = fixed + np.arange(most + 1)
     # One price an edge: within a bucket nothing changes.
-    padded = tokens
-    if len(edges):
-        edge = edges[np.minimum(np.searchsorted(edges, tokens), len(edges) - 1)]
-        padded = np.maximum(tokens, edge)
-    unique, where = np.unique(padded, return_inverse=True)
+    tokens = padded(fixed + np.arange(most + 1), view.bucket_edges)
+    unique, where = np.unique(tokens, return_inverse=True)
     took = [price(Work(int(n), decoding, view.kv_tokens)) for n in unique]
     verify = np.maximum.accumulate(np.array([t.verify_ms + t.overhead_ms for t in took])[where])
     kv = view.kv_tokens
@@ -176,10 +166,9 @@ def _true_costs(
     token_ms[DRAFT_MODEL] = max(per_row, 0.0)
     switch = np.zeros(len(view))
     if backend.catches_up:
-        behind = np.maximum(view.draft_kv_lag - 2, 0)
         work = Work(0, 0, 0, draft_rows=(1,), catch_up_tokens=512)
         unit = float(price(work).draft_ms[DRAFT_MODEL])
-        switch = behind * max(unit - one, 0.0) / 512 / DWELL_STEPS
+        switch = behind(view.draft_kv_lag) * max(unit - one, 0.0) / 512 / DWELL_STEPS
     return StepCosts(verify, one, token_ms, switch)
 
 
@@ -197,12 +186,11 @@ def _true_ms(backend: SimBackend, view: BatchView, plan: Allocation) -> float:
         ngram_rows=int(((plan.proposer == NGRAM) & (plan.k > 0)).sum()),
         catch_up_tokens=_owed(backend, view, drafts),
     )
-    took = backend.costs.time(work)
-    return took.verify_ms + took.overhead_ms + float(took.draft_ms.sum())
+    return backend.costs.time(work).step_ms
 
 
 def _owed(backend: SimBackend, view: BatchView, drafts: Array) -> int:
     """Return the draft tokens to catch up, spread over the steps that they serve."""
     if not backend.catches_up:
         return 0
-    return int(np.maximum(view.draft_kv_lag[drafts] - 2, 0).sum() / DWELL_STEPS)
+    return int(behind(view.draft_kv_lag[drafts]).sum() / DWELL_STEPS)

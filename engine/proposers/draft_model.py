@@ -21,7 +21,7 @@ from parlay.engine.request import Request, SampleMode
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
 from parlay.engine.verify import DraftLaw
 from parlay.policies.calibration import calibrated
-from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
+from parlay.policies.types import ENTROPY_SCALE, Array, Plan, Proposer, StopKind, StopRule
 
 
 @dataclass(slots=True)
@@ -152,7 +152,3 @@ def _keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) ->
         entropy = torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1).cpu().numpy()
         keep = np.less_equal(np.sqrt(ENTROPY_SCALE * entropy), stop.threshold)
     return keep
-
-
-ENTROPY_SCALE = 0.15
-"""The c of sqrt(c H), SVIP's bound on acceptance from the drafter's entropy (Zhang et al. 2024)."""

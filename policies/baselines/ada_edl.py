@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from parlay.policies.baselines.rows import check_k
 from parlay.policies.baselines.stopper import Stopper
 from parlay.policies.policy import EngineLimits, register
-from parlay.policies.types import StopKind, StopRule
+from parlay.policies.types import ENTROPY_SCALE, StopKind, StopRule
 
 _GAMMA = 0.2
-_PLAN_SCALE = 0.15
-"""What a plan's entropy rule multiplies H with."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +38,6 @@ class AdaEdlSettings:
 @register("ada_edl", AdaEdlSettings)
 def ada_edl(settings: AdaEdlSettings, limits: EngineLimits) -> Stopper:
     """Return AdaEDL's rule."""
-    threshold = (1.0 - settings.least_chance) * math.sqrt(_PLAN_SCALE / _GAMMA)
+    threshold = (1.0 - settings.least_chance) * math.sqrt(ENTROPY_SCALE / _GAMMA)
     rule = StopRule(StopKind.ENTROPY, threshold)
     return Stopper("ada_edl", min(settings.k_max, limits.k_max), rule)
