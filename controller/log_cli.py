@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from parlay.controller.log_stats import as_json, stats_of
 from parlay.policies.decision_log import LogReader
+from parlay.policies.files import check_writable, write_json, write_whole
 from parlay.policies.log_schema import COLUMNS, Columns, LoggedStep, rows_of
 from parlay.policies.types import Array, Plan, PlanSource, Proposer
 
@@ -62,7 +62,7 @@ def log_stats(
 ) -> None:
     """Sum a decision log up, by policy version and by proposer."""
     if json_path is not None:
-        _check_writable(json_path)
+        check_writable(json_path)
     found = as_json(stats_of(LogReader(log)))
     engines, sources = found["steps_by_engine"], found["rows_by_plan_source"]
     typer.echo(
@@ -79,8 +79,7 @@ def log_stats(
         if table.row_count:
             _show(table)
     if json_path is not None:
-        text = json.dumps(found, indent=1) + "\n"
-        _write(json_path, lambda file: [file.write(text)])
+        write_json(json_path, found)
 
 
 def log_export(
@@ -94,8 +93,8 @@ def log_export(
     writers = {".csv": _write_csv, ".jsonl": _write_jsonl}
     if out.suffix not in writers:
         raise ValueError(f"cannot write {out}: name it .csv or .jsonl")
-    _check_writable(out)
-    rows = _write(out, lambda file: writers[out.suffix](file, LogReader(log)))
+    check_writable(out)
+    rows = write_whole(out, lambda file: writers[out.suffix](file, LogReader(log)))
     typer.echo(f"{rows:,} rows in {out}")
 
 
@@ -157,26 +156,6 @@ def _show(table: Table) -> None:
 
 def _shown(value: float | None, how: str) -> str:
     return "-" if value is None else how.format(value)
-
-
-def _check_writable(path: Path) -> None:
-    parent = path.absolute().parent
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: name a file in a folder that can be written")
-
-
-def _write(path: Path, fill: Callable[[IO[str]], Any]) -> Any:
-    """Write a file that is there as a whole or not at all; return what `fill` returns."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            done = fill(file)
-        part.replace(path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
-    return done
 
 
 def _write_csv(file: IO[str], steps: LogReader) -> int:

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from json import dumps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from parlay.policies.allocate import fit_plan
+from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -199,12 +199,14 @@ def bench_decide(policy: str = "", steps: int = 200, json: Path | None = None) -
         raise ValueError(f"bench decide: --steps must be 1 or more, not {steps}")
     names = [policy] if policy else sorted(registry())
     make_policy(names[0], None, LIMITS)
+    if json is not None:
+        check_writable(json)
     made = [(name, requests) for name in names for requests in REQUESTS]
     shown = sys.stderr.isatty()
     rows = [measure(name, requests, steps) for name, requests in _progress(made, shown)]
     print("\n".join(_table(rows)))
     if json is not None:
-        json.write_text(dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(json, {"rows": rows})
 
 
 def measure(name: str, requests: int, steps: int) -> dict[str, Any]:

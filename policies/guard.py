@@ -19,7 +19,7 @@ import numpy as np
 
 from parlay.policies.baselines.rows import rows_plan
 from parlay.policies.confidence import GainSequence
-from parlay.policies.policy import EngineLimits, Policy
+from parlay.policies.policy import Policy
 from parlay.policies.switchback import (
     FIRST_GAP_STEPS,
     GAP,
@@ -136,8 +136,7 @@ class Guard:
     The wrapped policy observes every step, and decides only those in which its plan is applied.
     """
 
-    def __init__(self, policy: Policy, settings: GuardSettings, limits: EngineLimits) -> None:
-        del limits
+    def __init__(self, policy: Policy, settings: GuardSettings) -> None:
         self.policy = policy
         self.settings = settings
         self.name = f"guard:{policy.name}"
@@ -351,8 +350,6 @@ class Guard:
         self.policy.merge(deltas)
 
 
-def guarded(
-    policy: Policy, settings: GuardSettings | None = None, limits: EngineLimits | None = None
-) -> Guard:
+def guarded(policy: Policy, settings: GuardSettings | None = None) -> Guard:
     """Return `policy` under a guard."""
-    return Guard(policy, settings or GuardSettings(), limits or EngineLimits())
+    return Guard(policy, settings or GuardSettings())

@@ -56,7 +56,7 @@ def pilot(settings: PilotSettings, limits: EngineLimits) -> Policy:
     core = Pilot(settings, limits)
     if not settings.guard:
         return core
-    guard = Guard(core, GuardSettings(probe_share=_PROBE_SHARE, seed=settings.seed), limits)
+    guard = Guard(core, GuardSettings(probe_share=_PROBE_SHARE, seed=settings.seed))
     guard.name = core.name
     return guard
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from parlay.policies.files import check_writable
 from parlay.policies.types import Proposer
 from parlay.sim.counterfactual import TracedRequest, write_traces
 
@@ -27,8 +28,7 @@ def calibrate_trace(
     ] = None,
 ) -> None:
     """Record a counterfactual trace that `parlay simulate --acceptance FILE` replays."""
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {out}: there is no folder {out.absolute().parent}")
+    check_writable(out)
     from parlay.engine.distill.prompts import SHARES, training_prompts
     from parlay.engine.llm import SHIPPED_DRAFT
     from parlay.engine.tokenizer import load

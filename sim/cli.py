@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import registry
 from parlay.sim.costs import load_costs
 from parlay.sim.counterfactual import read_traces
 from parlay.sim.load import check_trace
 from parlay.sim.report import Result, write_report
-from parlay.sim.scenario import Scenario, load_scenario, scenario_names
+from parlay.sim.scenario import Scenario, named_scenarios
 from parlay.sim.simulate import ORACLES, Row, as_json, judge, maker
 
 QUICK_SHARE = 4
@@ -56,36 +56,47 @@ def simulate(
     """Run policies on scenarios against no speculation, tuned statics and oracles."""
     policies = _policies(policy)
     chosen = [
-        _changed(load_scenario(n), concurrency, costs, trace, acceptance)
-        for n in _scenarios(scenario)
+        _changed(one, concurrency, costs, trace, acceptance) for one in named_scenarios(scenario)
     ]
-    writable = [p for p in (json_path, report) if p is not None]
-    for path in writable:
-        _check_writable(path)
-    console = Console()
-    results: list[Result] = []
+    # The report is a folder, which may be there already.
+    page = report / "index.html" if report is not None and report.is_dir() else report
+    for path in (json_path, page):
+        if path is not None:
+            check_writable(path)
+    console, results = Console(), list[Result]()
     with _progress(console) as bar:
         for one in chosen:
             count = steps or (max(one.steps // QUICK_SHARE, 20) if quick else one.steps)
-            chosen_seeds = range(1, 1 + (QUICK_SEEDS if quick else seeds))
-            task = bar.add_task(f"{one.name}: tuning the statics", total=None)
-
-            def done(_: object, task: object = task) -> None:
-                bar.advance(task)  # type: ignore[arg-type]
-
-            def started(total: int, task: object = task, name: str = one.name) -> None:
-                bar.update(task, total=total, description=name)  # type: ignore[arg-type]
-
-            rows, episodes = judge(
-                one, policies, chosen_seeds, count, workers or os.cpu_count() or 1, started, done
-            )
-            results.append(Result(one, rows, episodes))
-            bar.console.print(_table(one, rows))
+            seeded = range(1, 1 + (QUICK_SEEDS if quick else seeds))
+            results.append(_judged(one, policies, seeded, count, workers, bar))
+            bar.console.print(_table(one, results[-1].rows))
     every = [row for result in results for row in result.rows]
     if json_path is not None:
-        _write_json(json_path, every)
+        write_json(json_path, as_json(every))
     if report is not None:
         console.print(f"report: {write_report(report, results)}")
+
+
+def _judged(
+    scenario: Scenario,
+    policies: list[str],
+    seeds: range,
+    steps: int,
+    workers: int,
+    bar: Progress,
+) -> Result:
+    """Judge the policies on one scenario under a line of the bar."""
+    line = bar.add_task(f"{scenario.name}: tuning the statics", total=None)
+    rows, episodes = judge(
+        scenario,
+        policies,
+        seeds,
+        steps,
+        workers or os.cpu_count() or 1,
+        started=lambda total: bar.update(line, total=total, description=scenario.name),
+        done=lambda _: bar.advance(line),
+    )
+    return Result(scenario, rows, episodes)
 
 
 def _policies(text: str) -> list[str]:
@@ -95,10 +106,6 @@ def _policies(text: str) -> list[str]:
     for name in names:
         maker(name)
     return [name for name in names if name not in ORACLES and name != "none"]
-
-
-def _scenarios(text: str) -> list[str]:
-    return scenario_names() if text == "all" else [t for t in text.split(",") if t]
 
 
 def _changed(
@@ -127,28 +134,6 @@ def _changed(
         scenario = dataclasses.replace(scenario, costs=costs)
     load_costs(scenario.costs)
     return scenario
-
-
-def _check_writable(path: Path) -> None:
-    parent = path if path.is_dir() else path.absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: {parent} is not a folder that can be written")
-
-
-def _write_json(path: Path, rows: list[Row]) -> None:
-    part = path.with_name(path.name + ".part")
-    # NaN is no JSON: where there is nothing to compare with, null says so.
-    text = json.dumps(_nulled(as_json(rows)), indent=1, allow_nan=False)
-    part.write_text(text + "\n", encoding="utf-8")
-    part.rename(path)
-
-
-def _nulled(value: object) -> object:
-    if isinstance(value, float) and value != value:
-        return None
-    if isinstance(value, dict):
-        return {key: _nulled(of) for key, of in value.items()}
-    return [_nulled(of) for of in value] if isinstance(value, list | tuple) else value
 
 
 def _progress(console: Console) -> Progress:

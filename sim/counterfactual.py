@@ -12,10 +12,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from parlay.policies.files import write_whole
 from parlay.policies.types import NGRAM, PROPOSERS, Array, Proposer
 
 _NAMES = {p.name.lower(): int(p) for p in Proposer if p is not Proposer.NONE}
@@ -45,12 +46,12 @@ class TracedRequest:
 
 def write_traces(path: Path, requests: Iterable[TracedRequest]) -> int:
     """Write requests to a file, whole or not at all; return how many there were."""
-    part, count = path.with_name(path.name + ".part"), 0
-    with part.open("w", encoding="utf-8") as file:
-        for request in requests:
-            file.write(json.dumps(_as_json(request), separators=(",", ":")) + "\n")
-            count += 1
-    part.rename(path)
+
+    def fill(file: IO[str]) -> int:
+        lines = (json.dumps(_as_json(r), separators=(",", ":")) + "\n" for r in requests)
+        return sum(1 for line in lines if file.write(line))
+
+    count: int = write_whole(path, fill)
     return count
 
 

@@ -46,7 +46,6 @@ class Episode:
     step_s: float = 0.0
     steps: int = 0
     draft_s: float = 0.0
-    preemptions: int = 0
     ttft_s: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
     bucket_tokens: Array = field(default_factory=lambda: np.zeros(_BUCKETS))
@@ -87,20 +86,17 @@ def run_episode(
     arrivals: Callable[[Stage, int], Iterator[Arrival]],
     seed: int,
     steps: int | None = None,
-    costs: CostModel | None = None,
-    tick: Callable[[int], None] = lambda done: None,
 ) -> Episode:
     """Run every fresh start of a scenario and add them up.
 
     arrivals(stage, seed) yields the requests of a stage without end. steps: measured steps instead
-    of the scenario's; tick is told of every 100 steps.
+    of the scenario's.
     """
-    costs = costs or load_costs(scenario.costs)
+    costs = load_costs(scenario.costs)
     found = Episode()
     for run in range(scenario.runs):
-        _Run(scenario, make, arrivals, 1000 * seed + run, costs, found).go(
-            steps or scenario.steps, tick
-        )
+        start = _Run(scenario, make, arrivals, 1000 * seed + run, costs, found)
+        start.go(steps or scenario.steps)
     return found
 
 
@@ -150,7 +146,7 @@ class _Run:
             draft_window_tokens=1 << 20 if s.catches_up else 1,
         )
 
-    def go(self, steps: int, tick: Callable[[int], None]) -> None:
+    def go(self, steps: int) -> None:
         """Run warm-up and the measured steps.
 
         An open loop ends with the requests that plain decoding would serve in as many steps:
@@ -163,8 +159,6 @@ class _Run:
             assert outcome is not None, "a loop always has work"
             gone = self._ended / served if served else (step - warm_up) / steps
             self._note(outcome, step >= warm_up, min(int(gone * _BUCKETS), _BUCKETS - 1))
-            if step % 100 == 99:
-                tick(100)
             if self._ended >= served if served else step >= warm_up + steps - 1:
                 return
 
@@ -227,7 +221,6 @@ class _Run:
                 self._ended += 1
                 if measured:
                     into.ttft_s.append(first_s - arrived_s)
-                    into.preemptions += request.preemptions
                     if request.output_tokens > 1:
                         tpot_s = (now_s - first_s) / (request.output_tokens - 1)
                         into.tpot_ms.append(1e3 * tpot_s)

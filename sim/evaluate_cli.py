@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from parlay.policies.decision_log import LogReader
 from parlay.policies.evaluate import ESTIMATORS, Estimate, direct_model, estimate
+from parlay.policies.files import check_writable, write_json
 from parlay.policies.log_schema import LoggedStep
 from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
 from parlay.policies.replay import StepMs, learned_cost, replay
@@ -45,7 +44,7 @@ def evaluate(
     for make, _ in makers.values():
         make(EngineLimits(), 0)
     if json_path is not None:
-        _check_writable(json_path)
+        check_writable(json_path)
     reader, seen = LogReader(log), Seen()
     cost = learned_cost(seen.watch(reader))
     limits = seen.limits()
@@ -54,8 +53,7 @@ def evaluate(
         judged += judge(text, [make(limits, seed) for seed in range(seeds)], reader, cost)
     _show(judged)
     if json_path is not None:
-        rows = [dataclasses.asdict(one) for one in judged]
-        json_path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, [dataclasses.asdict(one) for one in judged])
     if all(one.estimate is None for one in judged):
         raise typer.Exit(1)
 
@@ -153,9 +151,3 @@ def _show(judged: list[Judged]) -> None:
     for one in judged:
         if one.estimate is None:
             typer.echo(f"{one.policy}, {one.estimator}: refused, {one.refused}")
-
-
-def _check_writable(path: Path) -> None:
-    parent = path.absolute().parent
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: name a file in a folder that can be written")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 
 from parlay.policies.types import PROPOSERS
@@ -105,7 +105,7 @@ def _named(trace: str, seed: int, mix: Mapping[str, float]) -> Workload:
     if path is None:
         return _FITTED[trace](seed, mix)
     # Seeds differ in where they begin; the first arrival sets the clock.
-    rows = islice(iter(open_trace(path)), _SKIPPED_A_SEED * (seed % 7), None)
+    rows = itertools.islice(iter(open_trace(path)), _SKIPPED_A_SEED * (seed % 7), None)
     return assigned(_from_zero(rows), mix, seed)
 
 
@@ -121,10 +121,4 @@ def _from_zero(rows: Iterator[Arrival]) -> Workload:
     start_s: float | None = None
     for row in rows:
         start_s = row.arrival_s if start_s is None else start_s
-        yield Arrival(
-            row.arrival_s - start_s,
-            row.task,
-            row.prompt_tokens,
-            row.output_tokens,
-            row.shared_prefix_tokens,
-        )
+        yield dataclasses.replace(row, arrival_s=row.arrival_s - start_s)

@@ -97,6 +97,14 @@ def scenario_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
+def named_scenarios(text: str) -> list[Scenario]:
+    """Return the scenarios of a list with commas, or 'all'; raises ValueError in one line."""
+    names = scenario_names() if text == "all" else [name for name in text.split(",") if name]
+    if not names:
+        raise ValueError("name at least one scenario, or 'all'")
+    return [load_scenario(name) for name in names]
+
+
 def load_scenario(name: str) -> Scenario:
     """Return a built-in scenario, or the one in a file; raises ValueError in one line."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
+from parlay.policies.policy import EngineLimits, Policy, make_policy
 from parlay.sim.backend import SimBackend
 from parlay.sim.episode import Episode, MakePolicy, run_episode
 from parlay.sim.filtering import filtering_oracle
@@ -61,7 +61,8 @@ class Job:
 class Row:
     """How one policy did in one scenario; nan where there is nothing to compare with.
 
-    ci95: of ratio_to_none. goodput: tokens per second. explored and drafting: shares of the time.
+    ci95: of ratio_to_none. goodput: tokens per second. drafting: share of the time. what: the
+    setting that was tuned.
     """
 
     scenario: str
@@ -105,11 +106,6 @@ def maker(text: str) -> MakePolicy:
         return lambda limits, backend: oracle(backend, limits)
     make_policy(name, settings)
     return lambda limits, _: make_policy(name, settings, limits)
-
-
-def known_policies() -> list[str]:
-    """Return what `--policy all` runs: every policy of the registry, and the oracles."""
-    return [*sorted(registry()), *sorted(ORACLES)]
 
 
 def run_job(job: Job) -> Episode:

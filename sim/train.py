@@ -23,6 +23,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from torch import nn
 
 from parlay.policies.features import ACTION_NAMES, FEATURES, SCHEMA
+from parlay.policies.files import check_writable
 from parlay.policies.network import Network, save_network
 from parlay.policies.policy import make_policy
 from parlay.sim.clone import clone, recorded
@@ -95,9 +96,7 @@ class Training:
             raise ValueError("minutes must be above 0, seed and vary at least 0")
         if self.clone and self.algorithm == "dqn":
             raise ValueError("a value network cannot be cloned: use --clone with a PPO")
-        folder = self.out.absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ValueError(f"cannot write {self.out}: {folder} is no folder to write in")
+        check_writable(self.out)
 
     @property
     def checkpoint(self) -> Path:

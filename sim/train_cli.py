@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from parlay.sim.scenario import load_scenario, scenario_names
+from parlay.sim.scenario import named_scenarios
 from parlay.sim.train import Training
 from parlay.sim.train import train as run
 
@@ -33,12 +33,9 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on from FILE.ckpt.")] = False,
 ) -> None:
     """Train a policy in the simulator and say how it does in the engine's loop."""
-    names = scenario_names() if scenario == "all" else [n for n in scenario.split(",") if n]
-    if not names:
-        raise ValueError("name at least one scenario, or 'all'")
     task = Training(
         algorithm=algorithm,
-        scenarios=tuple(load_scenario(name) for name in names),
+        scenarios=tuple(named_scenarios(scenario)),
         minutes=minutes,
         seed=seed,
         out=out,
