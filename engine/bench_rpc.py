@@ -15,8 +15,8 @@ import typer
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner, RemoteStats
 from parlay.engine.sidecar import START_S, sidecar
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy
+from parlay.policies.synthetic import LIMITS, History
 
 _MEANING = {
     "p50_us": "from a report to its plan, step after step",

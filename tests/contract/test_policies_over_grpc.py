@@ -17,8 +17,8 @@ from parlay.controller.host import Host
 from parlay.controller.service import serve
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.remote import EngineInfo, RemotePlanner
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy, registry
+from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import Plan, PlanSource
 
 STEPS = 80

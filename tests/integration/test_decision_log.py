@@ -21,12 +21,12 @@ from parlay.engine.remote import EngineInfo, RemotePlanner
 from parlay.engine.request import SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
-from parlay.engine.synthetic import History
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
 from parlay.policies.allocate import fit_plan
 from parlay.policies.decision_log import LogReader, log_files
 from parlay.policies.log_schema import LoggedStep, in_sample, planned
 from parlay.policies.policy import EngineLimits, make_policy
+from parlay.policies.synthetic import History
 from parlay.policies.types import BatchView, Plan, PlanSource, Proposer, StepOutcome
 
 pytest.importorskip("pyarrow")

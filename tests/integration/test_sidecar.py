@@ -22,8 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from parlay.engine import remote
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import make_policy
+from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import PlanSource
 from parlay.protos import codec
 from parlay.v1 import policy_pb2, policy_pb2_grpc

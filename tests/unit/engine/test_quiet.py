@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from parlay.engine.quiet import QUIET_STEPS, Quiet
-from parlay.engine.synthetic import History
 from parlay.policies.policy import make_policy
+from parlay.policies.synthetic import History
 from parlay.policies.types import BatchView, Plan, Proposer, ShadowRows, StepOutcome
 
 

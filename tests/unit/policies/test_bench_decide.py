@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from parlay.policies import bench_decide, cli
-from parlay.policies.allocate import fit_plan
-from parlay.policies.bench_decide import REQUESTS, Traffic
+from parlay.policies.bench_decide import REQUESTS
 from parlay.policies.policy import make_policy, registry
+from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import Proposer
 
 KEYS = {"policy", "requests", "p50_us", "p99_us", "fit_p50_us", "observe_p50_us"}
@@ -79,18 +79,16 @@ def test_the_bar_is_for_a_terminal_and_leaves_no_trace(capsys: pytest.CaptureFix
 
 
 def test_traffic_mixes_tasks_matches_and_lags_and_goes_on() -> None:
-    traffic, policy = Traffic(32), make_policy("ngram_gate", {}, bench_decide.LIMITS)
+    history, policy = History(32), make_policy("ngram_gate", {}, LIMITS)
     seen, drafted, prompts, shadows = set(), np.zeros(len(Proposer)), 0, 0
     for step in range(120):
-        view = traffic.view()
+        view = history.view()
         assert view.step_id == step
         if step == 0:
             assert len(set(view.task.tolist())) == 4
             assert len(set(view.draft_kv_lag.tolist())) > 5
             assert len(set(view.match_tokens.tolist())) > 3
-        plan = policy.decide(view)
-        fit = fit_plan(plan, view)
-        outcome = traffic.step(view, plan, fit)
+        outcome = history.step(policy.decide(view))
         assert (outcome.accepted <= outcome.verified_k).all()
         assert (outcome.verified_k <= view.max_k).all()
         seen |= set(view.request_id.tolist())

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlay.engine.synthetic import History
 from parlay.policies.features import (
     ACTION_NAMES,
     DEPTH,
@@ -27,6 +26,7 @@ from parlay.policies.features import (
 )
 from parlay.policies.network import Network, load_network, save_network
 from parlay.policies.policy import EngineLimits, make_policy, registry
+from parlay.policies.synthetic import History
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, Array, Plan
 from parlay.policies.watched import Watched
 

@@ -43,7 +43,7 @@ def test_what_cannot_be_trained_is_said_at_once(tmp_path: Path) -> None:
         task(tmp_path / "n", minutes=0.0)
     with pytest.raises(ValueError, match="cannot be cloned"):
         task(tmp_path / "n", "dqn", clone=True)
-    with pytest.raises(ValueError, match="cannot write .*folder that can be written"):
+    with pytest.raises(ValueError, match=r"cannot write .*folder that can be written"):
         task(tmp_path / "missing" / "n")
     with pytest.raises(ValueError, match="nothing to resume"):
         train(task(tmp_path / "n"), resume=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import EngineLimits
+from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import (
     MATCH_EDGES,
     NO_BUDGET,

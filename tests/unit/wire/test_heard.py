@@ -13,11 +13,11 @@ from tests.unit.policies.logged import assert_same
 from parlay.controller import heard
 from parlay.controller.heard import HeardStep, Waiting, heard_rows
 from parlay.controller.host import Host
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.allocate import fit_plan
 from parlay.policies.baselines.rows import rows_plan
 from parlay.policies.log_schema import LoggedStep, steps_of
 from parlay.policies.policy import make_policy, registry
+from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import DRAFT_MODEL, Plan, PlanSource, StepOutcome
 from parlay.protos.codec import Hello, StepReport
 

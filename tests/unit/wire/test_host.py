@@ -10,8 +10,8 @@ import pytest
 from parlay.controller import host as host_module
 from parlay.controller.cli import claim, parse_settings, socket_path
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
-from parlay.engine.synthetic import LIMITS, History
 from parlay.policies.policy import EngineLimits
+from parlay.policies.synthetic import LIMITS, History
 from parlay.protos.codec import Hello, StepReport
 
 

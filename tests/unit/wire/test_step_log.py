@@ -17,9 +17,9 @@ import pytest
 from parlay.controller import log as log_module
 from parlay.controller.heard import HeardStep, heard_rows
 from parlay.controller.log import StepLog
-from parlay.engine.synthetic import History
 from parlay.policies.decision_log import DecisionLog, LogReader, LogSettings, log_files
 from parlay.policies.log_schema import Columns
+from parlay.policies.synthetic import History
 from parlay.policies.types import PlanSource
 
 pytest.importorskip("pyarrow")

@@ -40,7 +40,7 @@ class History:
         self._prompt = rng.integers(16, 512, rows).astype(np.int32)
         self._output = rng.integers(1, OUTPUT_TOKENS, rows).astype(np.int32)
         self._prefill = np.zeros(rows, np.int32)
-        self._lag = np.zeros(rows, np.int32)
+        self._lag = rng.integers(0, OUTPUT_TOKENS // 2, rows).astype(np.int32)
         self._recent = np.ones(rows, np.float32)
         self._view = self._look()
 
