@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parlay.policies.policy import Entry, registry
+from parlay.policies.policy import Entry, entry_of, every_policy
 
 GROUP = "parlay.commands"
 _HELP = {
@@ -131,7 +131,7 @@ def _missing(module: str | None) -> str:
 
 def policies_list() -> None:
     """List the policies."""
-    known = registry()
+    known = every_policy()
     width = max(len(name) for name in known)
     for name, entry in sorted(known.items()):
         typer.echo(f"{name:{width}}  {_about(entry)[0]}")
@@ -139,15 +139,13 @@ def policies_list() -> None:
 
 def policies_describe(name: Annotated[str, typer.Argument(help="A name from the list.")]) -> None:
     """Say what a policy does, where it is from and what can be set."""
-    known = registry()
-    if name not in known:
-        raise ValueError(f"unknown policy '{name}'; choose one of {', '.join(sorted(known))}")
-    typer.echo("\n".join(_about(known[name])))
-    settings = dataclasses.fields(known[name].settings)
+    entry = entry_of(name)
+    typer.echo("\n".join(_about(entry)))
+    settings = dataclasses.fields(entry.settings)
     if not settings:
         typer.echo("\nsettings: none")
         return
-    typer.echo(f"\nsettings: {inspect.getdoc(known[name].settings)}")
+    typer.echo(f"\nsettings: {inspect.getdoc(entry.settings)}")
     for field in settings:
         typer.echo(f"  {field.name} = {_shown(field.default)}")
 

@@ -146,10 +146,24 @@ def register(
 
 
 def registry() -> dict[str, Entry]:
-    """Return every policy by name."""
+    """Return every policy that its default settings make, by name."""
     for module in _MODULES:
         importlib.import_module(module)
     return dict(_REGISTRY)
+
+
+def every_policy() -> dict[str, Entry]:
+    """Return every policy by name, those that need a file too."""
+    from_file = {n: importlib.import_module(module).ENTRY for n, module in _NEED_A_FILE.items()}
+    return {**registry(), **from_file}
+
+
+def entry_of(name: str) -> Entry:
+    """Return one policy's entry; raises ValueError where there is none of that name."""
+    known = every_policy()
+    if name not in known:
+        raise ValueError(f"unknown policy '{name}'; choose one of {', '.join(sorted(known))}")
+    return known[name]
 
 
 def make_policy(
@@ -160,12 +174,7 @@ def make_policy(
     Raises ValueError where the name or a setting is unknown, or a value has the wrong type or
     range.
     """
-    known = registry()
-    if name in _NEED_A_FILE:
-        known[name] = importlib.import_module(_NEED_A_FILE[name]).ENTRY
-    if name not in known:
-        raise ValueError(f"unknown policy '{name}'; choose one of {', '.join(sorted(known))}")
-    entry = known[name]
+    entry = entry_of(name)
     fields = {f.name: f for f in dataclasses.fields(entry.settings)}
     values: dict[str, Any] = {}
     for key, value in (settings or {}).items():

@@ -159,7 +159,7 @@ def _table(scenario: Scenario, rows: list[Row]) -> Table:
         collapse_padding=True,
         pad_edge=False,
     )
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", no_wrap=True, max_width=24)
     for name in ("tokens/s", "x none", "x static", "x gate", "of filter", "mean k"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: -row.goodput):

@@ -126,3 +126,13 @@ def test_a_reader_who_leaves_ends_it_quietly() -> None:
     os.close(writer)
     assert done.returncode == 1
     assert done.stderr == b""
+
+
+def test_a_policy_that_needs_a_file_is_listed_described_and_named_to_who_errs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cli.policies_list()
+    cli.policies_describe("learned")
+    assert capsys.readouterr().out.count("A policy trained in the simulator") == 2
+    with pytest.raises(ValueError, match="learned"):
+        cli.policies_describe("zap")
