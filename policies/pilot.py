@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from parlay.policies.goodput import Goodput, GoodputSettings
-from parlay.policies.guard import Guard, GuardSettings
+from parlay.policies.guard import Guard
+from parlay.policies.guard_terms import GuardSettings
 from parlay.policies.policy import EngineLimits, Policy, register
 from parlay.policies.types import K_LIMIT, Array, BatchView, Plan, StepOutcome
 

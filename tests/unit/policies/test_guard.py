@@ -20,7 +20,8 @@ from tests.unit.policies.synthetic import LIMITS, play
 
 from parlay.policies.confidence import GainSequence
 from parlay.policies.goodput import Goodput, GoodputSettings
-from parlay.policies.guard import Guard, GuardSettings, guarded
+from parlay.policies.guard import Guard, guarded
+from parlay.policies.guard_terms import GuardSettings
 from parlay.policies.policy import make_policy
 from parlay.policies.types import NONE, Array, Plan, PlanSource, Reason
 
