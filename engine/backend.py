@@ -21,10 +21,15 @@ from parlay.policies.types import PROPOSERS, Array, Fitted, Plan
 class Lookup:
     """What the n-gram knows before the step: match_tokens i32 [rows], the longest suffix seen
     before, and tokens i64 [rows, depth], what followed it then (-1: nothing).
+
+    match_count and guess_count i32 [rows]: how often that suffix was seen, and how often the first
+    of `tokens` followed it; [0] from a backend that does not count.
     """  # noqa: D205
 
     match_tokens: Array
     tokens: Array
+    match_count: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    guess_count: Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
@@ -58,7 +63,8 @@ class Drafts:
 
     count i32 [rows]; tokens i64 [rows, K], -1 beyond count; confidences f32 [rows, K], each place's
     probability of acceptance as the drafter sees it before drawing, nan where it has none;
-    read_by_draft bool [rows]: the draft model read the row's every token. draft_ms f32 [PROPOSERS]
+    read_by_draft i32 [rows]: how many of its own guesses the draft model has read for good, after
+    every token of the row; -1 where it read nothing. draft_ms f32 [PROPOSERS]
     and draft_depth: what it cost. private: what the backend keeps for `verify` (the draft's
     distributions).
     """

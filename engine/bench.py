@@ -192,7 +192,7 @@ def verify_widths(backend: TorchBackend, repeats: int) -> Mapping[str, Mapping[s
             count=np.asarray([k], np.int32),
             tokens=np.full((1, max(k, 1)), 100, np.int64),
             confidences=np.full((1, max(k, 1)), np.nan, np.float32),
-            read_by_draft=np.zeros(1, bool),
+            read_by_draft=np.full(1, -1, np.int32),
         )
         return backend.verify(batch, drafts, np.asarray([k], np.int32)).verify_ms
 

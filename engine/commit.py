@@ -47,10 +47,8 @@ def commit(batch: Batch, drafts: Drafts, verified: Verified, rules: StopRules) -
         tokens = [int(t) for t in verified.tokens[row, :run]]
         kept, truncated[row] = _crop(request, tokens, rules)
         emitted[row] = kept
-        if drafts.read_by_draft[row]:
-            # The draft model has read every token so far, and its own guesses but the last.
-            reread = min(run - 1, max(int(drafts.count[row]) - 1, 0))
-            request.draft_computed = len(request.tokens) + reread
+        if (read := int(drafts.read_by_draft[row])) >= 0:
+            request.draft_computed = len(request.tokens) + min(run - 1, read)
         request.tokens.extend(tokens[:kept])
         request.computed += kept - 1
         request.steps += 1

@@ -2,8 +2,9 @@
 
 safetensors under Hugging Face's names. A matrix NAME is int8 [rows, columns] beside NAME.scale
 float16 [rows]; a vector is bfloat16. `vocab` int32 [head rows] is the target's token of each row of
-`lm_head.weight`. The draft reads the target's own embedding, so that one is not in the file, only
-its fingerprint. Metadata `draft`: JSON with version, config (sizes), target, target_embedding,
+`lm_head.weight`; `state_proj.weight` is there where config.state_layers names states of the target
+that it reads. The draft reads the target's own embedding, so that one is not in the file, only its
+fingerprint. Metadata `draft`: JSON with version, config (sizes), target, target_embedding,
 card (how it was made and what it was measured at).
 """
 
@@ -41,7 +42,7 @@ def save_draft(
     names. card: JSON-able facts about it.
     """
     tensors: dict[str, Tensor] = {"vocab": ids.to(torch.int32)}
-    for name in _shapes(config):
+    for name in _shapes(config, embedding.shape[1]):
         w = weights[name].detach().float()
         if w.dim() == 1:
             tensors[name] = w.bfloat16()
@@ -74,7 +75,7 @@ def load_draft(path: Path, embedding: Tensor) -> tuple[ModelConfig, dict[str, Te
     if ids is None or tuple(ids.shape) != (config.vocab,) or not _within(ids, len(embedding)):
         raise ValueError(f"draft {path} is damaged (its token ids); {_MEND}")
     weights: dict[str, Tensor] = {}
-    for name, shape in _shapes(config).items():
+    for name, shape in _shapes(config, embedding.shape[1]).items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             raise ValueError(f"draft {path} is damaged ({name}); {_MEND}")
         weights[name] = _widened(path, name, tensors)
@@ -93,9 +94,11 @@ def fingerprint(embedding: Tensor) -> str:
     return hashlib.sha256(raw.data).hexdigest()
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: ModelConfig, target_hidden: int) -> dict[str, tuple[int, ...]]:
     shapes = dataclasses.replace(config, tied=False).tensor_shapes()
     del shapes["model.embed_tokens.weight"]
+    if config.state_layers:
+        shapes["state_proj.weight"] = (config.hidden, len(config.state_layers) * target_hidden)
     return shapes
 
 
@@ -121,7 +124,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
     try:
         fields = dict(header["config"])
-        return ModelConfig(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+        tuples = {n: tuple(fields[n]) for n in ("eos_ids", "state_layers") if n in fields}
+        return ModelConfig(**{**fields, **tuples})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"draft {path} is damaged (config: {error}); {_MEND}") from None
 

@@ -8,7 +8,7 @@ import torch
 
 from parlay.engine.draft_format import load_draft
 from parlay.engine.linear import can_pack
-from parlay.engine.models import Llama
+from parlay.engine.runner import Model, load_model
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS, EngineConfig
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.tokenizer import load as load_tokenizer
@@ -51,8 +51,11 @@ def load_backend(
             f"the model's context is {sizes.context} tokens, not {config.context_tokens}"
         )
     embedding = weights["model.embed_tokens.weight"]
-    target = Llama(sizes, weights, embedding, kind, place)
-    drafter = None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding)
+    size = config.block_tokens
+    target = load_model(sizes, weights, embedding, kind, place, size)
+    drafter = (
+        None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding, size)
+    )
     if drafter is not None and drafter.model.config.context < config.context_tokens:
         raise ValueError(
             f"the draft model's context is {drafter.model.config.context} tokens, the engine's"
@@ -61,7 +64,9 @@ def load_backend(
     return TorchBackend(target, drafter, config), load_tokenizer(folder)
 
 
-def _load_draft(path: Path, target: Llama, embedding: torch.Tensor) -> DraftModel:
+def _load_draft(
+    path: Path, target: Model, embedding: torch.Tensor, block_tokens: int
+) -> DraftModel:
     """Load a draft to the target's device; a file's draft reads the target's embedding."""
     if path.is_dir():
         sizes, weights = load_checkpoint(path)
@@ -70,14 +75,12 @@ def _load_draft(path: Path, target: Llama, embedding: torch.Tensor) -> DraftMode
                 f"draft {path} has {sizes.vocab} tokens, the target {target.config.vocab}:"
                 " they need the same tokenizer"
             )
-        own = weights["model.embed_tokens.weight"]
-        return DraftModel(
-            Llama(sizes, weights, own, target.dtype, target.device), torch.arange(sizes.vocab)
-        )
-    sizes, weights, ids = load_draft(path, embedding)
-    return DraftModel(
-        Llama(sizes, weights, target.embedding, target.dtype, target.device), ids.to(target.device)
-    )
+        own, ids = weights["model.embed_tokens.weight"], torch.arange(sizes.vocab)
+    else:
+        sizes, weights, ids = load_draft(path, embedding)
+        own = target.embedding
+    model = load_model(sizes, weights, own, target.dtype, target.device, block_tokens)
+    return DraftModel(model, ids.to(target.device))
 
 
 def _device(name: str) -> torch.device:

@@ -28,7 +28,8 @@ class ModelConfig:
     """Sizes of a decoder-only Llama model.
 
     context: the most positions it was made for; tied: the output layer is the embedding; eos_ids:
-    tokens that end a text (empty: none). Raises ValueError where the sizes do not fit each other.
+    tokens that end a text (empty: none); state_layers: of a draft, the target's layers whose states
+    it reads, ascending from 1. Raises ValueError where the sizes do not fit each other.
     """
 
     hidden: int
@@ -43,6 +44,7 @@ class ModelConfig:
     context: int
     tied: bool
     eos_ids: tuple[int, ...]
+    state_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
@@ -61,6 +63,10 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model config: head_dim must be even, not {self.head_dim}")
+        if list(self.state_layers) != sorted({layer for layer in self.state_layers if layer > 0}):
+            raise ValueError(
+                f"model config: state_layers must ascend from 1 or more, not {self.state_layers}"
+            )
         for eos in self.eos_ids:
             if not 0 <= eos < self.vocab:
                 raise ValueError(

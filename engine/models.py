@@ -1,20 +1,26 @@
 """A lean Llama over flat ragged batches: fused QKV and gate-up, prepacked weights, no modules.
 
-Target and draft run the same code; a draft may read embeddings of another width through `in_proj`.
+Target and draft run the same code; a draft may read embeddings of another width through `in_proj`,
+and the target's states through `state_proj`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parlay.engine.attention.paged import Attention, Ragged
+from parlay.engine.attention.paged import PagedKV, plan_ragged
+from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.linear import Linear, can_pack, make_linear
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.spans import Spans
+
+STATE_EPS = 1e-6
+"""Added to the mean square of a tapped state where it is normed."""
 
 
 @dataclass(slots=True)
@@ -55,6 +61,7 @@ class Llama:
 
         self.embedding = embedding.to(device=device, dtype=dtype)
         self.in_proj = linear("in_proj") if "in_proj.weight" in weights else None
+        self.state_proj = linear("state_proj") if "state_proj.weight" in weights else None
         self.layers = [
             Layer(
                 input_norm=get(f"{at}.input_layernorm.weight"),
@@ -71,12 +78,30 @@ class Llama:
         self.head = make_linear(self.embedding if tied else get("lm_head.weight"), pack)
         self.cos, self.sin = self._rotary()
 
-    def hidden(self, ids: Tensor, ragged: Ragged, attention: Attention) -> Tensor:
-        """Return the last layer's normed states [tokens, hidden] of ids i64 [tokens]."""
-        c, half = self.config, self.config.head_dim // 2
+    def new_cache(self, blocks: int, block_tokens: int) -> SdpaAttention:
+        """Return an empty paged cache with the attention over it."""
+        c = self.config
+        cache = PagedKV(c, blocks, block_tokens, self.dtype, self.device)
+        return SdpaAttention(cache, c.heads)
+
+    def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
+        """Return the input of tokens; see `Model.embed`."""
         x = self.embedding[ids]
         if self.in_proj is not None:
             x = self.in_proj(x)
+        if states is not None:
+            assert self.state_proj is not None, "this model reads no states"
+            x = x + self.state_proj(states)
+        return x
+
+    def run(
+        self, x: Tensor, cache: SdpaAttention, spans: Spans, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Run every layer; see `Model.run`."""
+        c, half = self.config, self.config.head_dim // 2
+        share = c.heads // c.kv_heads
+        ragged = plan_ragged(cache.cache, spans.tables, spans.starts, spans.lengths, share)
+        tapped: list[Tensor] = []
         cos, sin = self.cos[ragged.positions], self.sin[ragged.positions]
         for index, layer in enumerate(self.layers):
             y = layer.qkv(self._normed(x, layer.input_norm))
@@ -85,11 +110,16 @@ class Llama:
             # Half-split rotary: (a, b) -> (a cos - b sin, b cos + a sin); sin holds (-sin, sin).
             turned = turned * cos + torch.cat((turned[..., half:], turned[..., :half]), -1) * sin
             kv = torch.cat((turned[:, c.heads :], y[:, c.heads + c.kv_heads :]), 1)
-            mixed = attention(index, turned[:, : c.heads], kv, ragged)
+            mixed = cache(index, turned[:, : c.heads], kv, ragged)
             x = x + layer.out(mixed.reshape(-1, c.heads * c.head_dim))
             gate, up = layer.gate_up(self._normed(x, layer.ffn_norm)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
-        return self._normed(x, self.norm)
+            if index + 1 in taps and index + 1 < c.layers:
+                tapped.append(F.rms_norm(x, (c.hidden,), eps=STATE_EPS))
+        normed = self._normed(x, self.norm)
+        if c.layers in taps:
+            tapped.append(normed)
+        return normed, torch.cat(tapped, 1) if tapped else normed[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, head rows] logits of normed states."""

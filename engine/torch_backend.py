@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parlay.engine.attention.paged import PagedKV, plan_ragged
-from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
-from parlay.engine.models import Llama
 from parlay.engine.proposers.draft_model import DraftModelProposer
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.engine.request import Request
+from parlay.engine.runner import Model, Runner
 from parlay.engine.scheduler import EngineConfig
+from parlay.engine.spans import Spans
 from parlay.engine.verify import DraftLaw, accept, places_of
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Plan, Proposer
@@ -26,7 +25,7 @@ from parlay.policies.types import Array, Fitted, Plan, Proposer
 class DraftModel:
     """A draft model's parts: weights, and the target's token id of each row of its head."""
 
-    model: Llama
+    model: Model
     ids: Tensor
 
 
@@ -35,23 +34,20 @@ class TorchBackend:
 
     def __init__(
         self,
-        target: Llama,
+        target: Model,
         draft: DraftModel | None,
         config: EngineConfig,
         k_max: int = 16,
         seed: int = 0,
     ) -> None:
         self.target, self.config, self.seed, self.k_max = target, config, seed, k_max
-        self.cache = PagedKV(
-            target.config, config.target_blocks, config.block_tokens, target.dtype, target.device
-        )
-        self.attention = SdpaAttention(self.cache, target.config.heads)
+        taps = () if draft is None else draft.model.config.state_layers
+        self.runner = Runner(target, config.target_blocks, config.block_tokens, taps)
         self.ngram = NgramProposer()
         self.draft: DraftModelProposer | None = None
         if draft is not None:
-            m = draft.model
-            cache = PagedKV(m.config, config.draft_blocks, config.block_tokens, m.dtype, m.device)
-            self.draft = DraftModelProposer(m, cache, draft.ids, seed)
+            runner = Runner(draft.model, config.draft_blocks, config.block_tokens)
+            self.draft = DraftModelProposer(runner, draft.ids, seed, self.runner)
 
     def limits(self) -> EngineLimits:
         """Return the proposers that are there and the sizes."""
@@ -84,7 +80,7 @@ class TorchBackend:
             count=np.zeros(len(batch), np.int32),
             tokens=np.full((len(batch), depth), -1, np.int64),
             confidences=np.full((len(batch), depth), np.nan, np.float32),
-            read_by_draft=np.zeros(len(batch), bool),
+            read_by_draft=np.full(len(batch), -1, np.int32),
         )
         ngram = np.flatnonzero((fit.proposer == Proposer.NGRAM) & (fit.k > 0))
         if len(ngram):
@@ -107,7 +103,7 @@ class TorchBackend:
         run = self.draft.propose(batch, rows, k, plan)
         width = run.tokens.shape[1]
         drafts.count[rows], drafts.tokens[rows, :width] = run.count, run.tokens
-        drafts.confidences[rows, :width], drafts.read_by_draft[rows] = run.confidences, True
+        drafts.confidences[rows, :width], drafts.read_by_draft[rows] = run.confidences, run.read
         drafts.draft_depth, drafts.private = run.passes, run.law
         drafts.draft_ms[Proposer.DRAFT_MODEL] = 1e3 * (self.clock() - start_s)
 
@@ -121,14 +117,11 @@ class TorchBackend:
             for i, (r, c) in enumerate(zip(batch.requests, batch.chunk, strict=True))
         ]
         lengths = [len(f) for f in fed]
-        c = self.target.config
         tables = [batch.target.tables[r.request_id] for r in batch.requests]
         starts = [r.computed for r in batch.requests]
-        ragged = plan_ragged(self.cache, tables, starts, lengths, c.heads // c.kv_heads)
-        ids = torch.tensor([t for f in fed for t in f], device=self.target.device)
-        hidden = self.target.hidden(ids, ragged, self.attention)
+        hidden = self.runner.read(fed, Spans(tables, starts, lengths))
         accepted, tokens = self._accept(batch, hidden, lengths, drafts, k)
-        return Verified(accepted, tokens, len(ids), 1e3 * (self.clock() - start_s))
+        return Verified(accepted, tokens, len(hidden), 1e3 * (self.clock() - start_s))
 
     def _accept(
         self, batch: Batch, hidden: Tensor, lengths: list[int], drafts: Drafts, k: Array

@@ -28,7 +28,7 @@ def default_model_dir() -> Path:
     It lies in PARLAY_CACHE, else ~/.cache/parlay. Raises ValueError where that cannot be written,
     the model's package is missing, or a cached file is damaged.
     """
-    folder = _cache_dir() / f"{DEFAULT_MODEL}-bf16"
+    folder = cache_dir() / f"{DEFAULT_MODEL}-bf16"
     if not folder.exists():
         _make_default(folder)
     _check_manifest(folder)
@@ -98,7 +98,8 @@ def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
+    """Return the folder for what parlay makes once: PARLAY_CACHE, else ~/.cache/parlay."""
     named = os.environ.get("PARLAY_CACHE")
     try:
         folder = Path(named) if named else Path.home() / ".cache" / "parlay"

@@ -122,7 +122,7 @@ class SimBackend:
     def _charge(self, batch: Batch, fit: Fitted, passes: Array, drafts: Drafts) -> None:
         """Let the clock run for what drafting takes."""
         modelled = np.flatnonzero((fit.proposer == DRAFT_MODEL) & (fit.k > 0))
-        drafts.read_by_draft[modelled] = True
+        drafts.read_by_draft[modelled] = np.maximum(drafts.count[modelled] - 1, 0)
         drafts.draft_depth = int(passes[modelled].max(initial=0))
         requests = [batch.requests[r] for r in modelled]
         lag = np.array([len(r.tokens) - r.draft_computed for r in requests], np.int64)

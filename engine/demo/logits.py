@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parlay.engine.attention.paged import PagedKV, plan_ragged
-from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.models import Llama
+from parlay.engine.runner import Model, Runner
+from parlay.engine.spans import Spans
 from parlay.engine.weights import load_checkpoint
 from parlay.policies.types import Array
 
@@ -28,7 +28,7 @@ def float32_copy(checkpoint: str | Path, device: torch.device) -> Llama:
 class TorchOracle:
     """Recomputes with the model that was run, and with an exact copy of it in float32."""
 
-    def __init__(self, model: Llama, exact: Llama, prompt_ids: Sequence[list[int]]) -> None:
+    def __init__(self, model: Model, exact: Model, prompt_ids: Sequence[list[int]]) -> None:
         self.model, self.exact, self.prompt_ids = model, exact, prompt_ids
 
     @torch.inference_mode()
@@ -90,13 +90,11 @@ def _groups(prompts: Sequence[int], rows: int) -> list[list[int]]:
 class _Rows:
     """Texts read by a model into a cache of their own, each row with its own blocks."""
 
-    def __init__(self, model: Llama, texts: Sequence[list[int]]) -> None:
+    def __init__(self, model: Model, texts: Sequence[list[int]]) -> None:
         self.model, self.texts = model, texts
         each = -(-max(len(t) for t in texts) // BLOCK_TOKENS)
         self.tables = [list(range(r * each, (r + 1) * each)) for r in range(len(texts))]
-        blocks = each * len(texts)
-        self.cache = PagedKV(model.config, blocks, BLOCK_TOKENS, model.dtype, model.device)
-        self.attention = SdpaAttention(self.cache, model.config.heads)
+        self.runner = Runner(model, each * len(texts), BLOCK_TOKENS)
 
     def fill(self, row: int, upto: int) -> None:
         """Read a row's first tokens for their keys and values."""
@@ -113,11 +111,6 @@ class _Rows:
         return self.model.logits(self._hidden(rows, at, [1] * len(at))).float()
 
     def _hidden(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        c = self.model.config
-        tables = [self.tables[r] for r in rows]
-        ragged = plan_ragged(self.cache, tables, starts, lengths, c.heads // c.kv_heads)
-        spans = zip(rows, starts, lengths, strict=True)
-        ids = [t for r, s, n in spans for t in self.texts[r][s : s + n]]
-        return self.model.hidden(
-            torch.tensor(ids, device=self.model.device), ragged, self.attention
-        )
+        spans = Spans([self.tables[r] for r in rows], starts, lengths)
+        fed = [self.texts[r][s : s + n] for r, s, n in zip(rows, starts, lengths, strict=True)]
+        return self.runner.read(fed, spans)

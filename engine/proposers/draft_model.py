@@ -1,7 +1,9 @@
 """Draft-model proposer: a small Llama with its own paged cache guesses k tokens, one pass a token.
 
 Its first pass reads whatever it has not read yet (one token when it drafted the step before, more
-after idleness); each further pass is over the rows that go that deep.
+after idleness); each further pass is over the rows that go that deep. A draft with state_layers
+reads each token beside the target's states of the token before. Its own guesses have none yet, so
+those that are accepted are read again.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parlay.engine.attention.paged import PagedKV, plan_ragged
-from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.backend import Batch
-from parlay.engine.models import Llama
 from parlay.engine.request import Request, SampleMode
+from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
+from parlay.engine.spans import Spans
 from parlay.engine.verify import DraftLaw
 from parlay.policies.calibration import calibrated
 from parlay.policies.types import ENTROPY_SCALE, Array, Plan, Proposer, StopKind, StopRule
@@ -27,7 +28,8 @@ from parlay.policies.types import ENTROPY_SCALE, Array, Plan, Proposer, StopKind
 @dataclass(slots=True)
 class DraftRun:
     """What the draft model guessed for its rows: count i32 [rows], tokens i64 and confidences f32
-    [rows, K], passes, and the law of sampled drafts.
+    [rows, K], passes, the law of sampled drafts, and read i32 [rows], how many guesses the cache
+    holds for good.
     """  # noqa: D205
 
     count: Array
@@ -35,17 +37,19 @@ class DraftRun:
     confidences: Array
     passes: int
     law: DraftLaw
+    read: Array
 
 
 class DraftModelProposer:
     """A draft model on its own device in its own dtype, with the target's tokenizer.
 
-    ids i64 [head rows]: the target's token id of each row of the trimmed head.
+    ids i64 [head rows]: the target's token id of each row of the trimmed head. target: keeps the
+    states of the layers that the draft reads.
     """
 
-    def __init__(self, model: Llama, cache: PagedKV, ids: Tensor, engine_seed: int) -> None:
-        self.model, self.cache, self.ids, self.engine_seed = model, cache, ids, engine_seed
-        self.attention = SdpaAttention(cache, model.config.heads)
+    def __init__(self, runner: Runner, ids: Tensor, engine_seed: int, target: Runner) -> None:
+        self.runner, self.ids, self.engine_seed, self.target = runner, ids, engine_seed, target
+        self.reads_states = bool(runner.model.config.state_layers)
         self._host_ids = ids.cpu().numpy()
 
     def propose(self, batch: Batch, rows: Array, k: Array, plan: Plan | None) -> DraftRun:
@@ -79,7 +83,9 @@ class DraftModelProposer:
                 alive = alive[own >= stop.threshold]
         back = np.argsort(deepest)
         guess, confidence = guess[back], confidence[back]
-        return DraftRun((guess >= 0).sum(1).astype(np.int32), guess, confidence, passes, law)
+        count = (guess >= 0).sum(1).astype(np.int32)
+        read = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
+        return DraftRun(count, guess, confidence, passes, law, read)
 
     def _read(self, batch: Batch, requests: Sequence[Request], guesses: Array) -> Tensor:
         """Return logits [rows, head rows] after each request's tokens and guesses; one pass."""
@@ -91,13 +97,20 @@ class DraftModelProposer:
             starts = [r.draft_computed - r.draft_start for r in requests]
             fed = [r.tokens[r.draft_computed :] for r in requests]
         lengths = [len(f) for f in fed]
-        c = self.model.config
         tables = [batch.draft.tables[r.request_id] for r in requests]
-        ragged = plan_ragged(self.cache, tables, starts, lengths, c.heads // c.kv_heads)
-        ids = torch.tensor([t for f in fed for t in f], device=self.model.device)
-        hidden = self.model.hidden(ids, ragged, self.attention)
-        last = torch.tensor(np.cumsum(lengths) - 1, device=self.model.device)
-        return self.model.logits(hidden if max(lengths) == 1 else hidden[last])
+        states = self._states(batch, requests, lengths) if not place and self.reads_states else None
+        model = self.runner.model
+        hidden = self.runner.read(fed, Spans(tables, starts, lengths), states)
+        last = torch.tensor(np.cumsum(lengths) - 1, device=model.device)
+        return model.logits(hidden if max(lengths) == 1 else hidden[last])
+
+    def _states(self, batch: Batch, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
+        """Return the target's states before each unread token, on the draft's device."""
+        tables = [batch.target.tables[r.request_id] for r in requests]
+        spans = Spans(tables, [r.draft_computed for r in requests], lengths)
+        states = self.target.states_before(spans, [r.computed for r in requests])
+        model = self.runner.model
+        return states.to(device=model.device, dtype=model.dtype)
 
     def _choose(
         self, logits: Tensor, requests: Sequence[Request], alive: Array, place: int, law: DraftLaw

@@ -9,9 +9,10 @@ import pytest
 import torch
 from tests.tiny import CONFIG, AnyPlan, tiny_backend
 
-from parlay.engine.attention.paged import plan_ragged
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
+from parlay.engine.runner import Runner
+from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.policy import Stateless
@@ -102,10 +103,8 @@ def step(engine: Engine) -> StepOutcome:
 def peak_after(backend: TorchBackend, ids: list[int]) -> float:
     """Return the draft model's largest probability after ids that nothing comes before."""
     assert backend.draft is not None
-    model, cache = backend.draft.model, backend.draft.cache
-    last_blocks = list(range(cache.blocks - 4, cache.blocks))
-    ragged = plan_ragged(cache, [last_blocks], [0], [len(ids)], 2)
-    hidden = model.hidden(torch.tensor(ids), ragged, backend.draft.attention)
+    model = backend.draft.runner.model
+    hidden = Runner(model, 4, 4).read([ids], Spans([[0, 1, 2, 3]], [0], [len(ids)]))
     return float(torch.softmax(model.logits(hidden)[-1].float(), -1).max())
 
 

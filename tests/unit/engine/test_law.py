@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from tests.tiny import CONFIG, CPU, AnyPlan, tiny_backend
+from tests.tiny import CONFIG, AnyPlan, tiny_backend
 
-from parlay.engine.attention.paged import PagedKV, plan_ragged
-from parlay.engine.attention.sdpa import SdpaAttention
-from parlay.engine.models import Llama
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
+from parlay.engine.runner import Model, Runner
 from parlay.engine.sampling import probabilities
+from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.policies.types import Array, Proposer, StopKind, StopRule
 
@@ -36,10 +35,8 @@ STOPS = [
 ]
 
 
-def logits_after(model: Llama, tokens: list[int]) -> torch.Tensor:
-    cache = PagedKV(model.config, 8, 16, model.dtype, CPU)
-    ragged = plan_ragged(cache, [list(range(8))], [0], [len(tokens)], 2)
-    hidden = model.hidden(torch.tensor(tokens), ragged, SdpaAttention(cache, model.config.heads))
+def logits_after(model: Model, tokens: list[int]) -> torch.Tensor:
+    hidden = Runner(model, 8, 16).read([tokens], Spans([list(range(8))], [0], [len(tokens)]))
     return model.logits(hidden)[-1:]
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parlay.engine.attention import sdpa
-from parlay.engine.attention.paged import WIDE, PagedKV, plan_ragged
-from parlay.engine.attention.sdpa import SdpaAttention
+from parlay.engine.attention.paged import WIDE
 from parlay.engine.models import Llama
+from parlay.engine.runner import Runner
+from parlay.engine.spans import Spans
 
 VOCAB = 60
 TABLES = [
@@ -44,15 +45,12 @@ def ours(theirs: LlamaForCausalLM) -> Llama:
     return Llama(tiny_config(VOCAB, 2), weights, embedding, torch.float32, CPU)
 
 
-def feed(
-    model: Llama, cache: PagedKV, ids: Tensor, starts: Sequence[int], ends: Sequence[int]
-) -> list[Tensor]:
+def feed(runner: Runner, ids: Tensor, starts: Sequence[int], ends: Sequence[int]) -> list[Tensor]:
     """Compute each row's tokens starts..ends; return its logits."""
     lengths = [e - s for s, e in zip(starts, ends, strict=True)]
-    flat = torch.cat([ids[r, s:e] for r, (s, e) in enumerate(zip(starts, ends, strict=True))])
-    ragged = plan_ragged(cache, TABLES[: len(starts)], starts, lengths, 2)
-    attention = SdpaAttention(cache, model.config.heads)
-    return list(model.logits(model.hidden(flat, ragged, attention)).split(lengths))
+    fed = [ids[r, s:e].tolist() for r, (s, e) in enumerate(zip(starts, ends, strict=True))]
+    hidden = runner.read(fed, Spans(TABLES[: len(starts)], starts, lengths))
+    return list(runner.model.logits(hidden).split(lengths))
 
 
 @torch.inference_mode()
@@ -61,7 +59,7 @@ def test_logits_are_hugging_faces_over_any_ragged_schedule(
 ) -> None:
     ids = torch.randint(0, VOCAB, (3, 60), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids).logits
-    cache = PagedKV(ours.config, 96, 8, torch.float32, CPU)
+    runner = Runner(ours, 96, 8)
     assert WIDE < 40
     # Wide and narrow rows together, then ragged steps across block edges, then a lone step.
     for starts, ends in (
@@ -70,7 +68,7 @@ def test_logits_are_hugging_faces_over_any_ragged_schedule(
         ([41, 21, 47], [49, 22, 48]),
         ([49, 22, 48], [60, 60, 60]),
     ):
-        for row, logits in enumerate(feed(ours, cache, ids, starts, ends)):
+        for row, logits in enumerate(feed(runner, ids, starts, ends)):
             torch.testing.assert_close(
                 logits, expected[row, starts[row] : ends[row]], atol=2e-5, rtol=1e-4
             )
@@ -90,10 +88,9 @@ def test_rows_mix_as_they_do_alone_however_they_are_grouped(
 ) -> None:
     rows = len(lengths)
     ids = torch.randint(0, VOCAB, (rows, 60), generator=torch.Generator().manual_seed(4))
-    got = feed(ours, PagedKV(ours.config, 96, 8, torch.float32, CPU), ids, [0] * rows, lengths)
+    got = feed(Runner(ours, 96, 8), ids, [0] * rows, lengths)
     for row, logits in enumerate(got):
-        cache = PagedKV(ours.config, 96, 8, torch.float32, CPU)
-        (alone,) = feed(ours, cache, ids[row : row + 1], [0], [lengths[row]])
+        (alone,) = feed(Runner(ours, 96, 8), ids[row : row + 1], [0], [lengths[row]])
         torch.testing.assert_close(logits, alone)
 
 
@@ -101,11 +98,11 @@ def test_rows_mix_as_they_do_alone_however_they_are_grouped(
 def test_rejected_tokens_leave_no_trace_in_the_cache(ours: Llama) -> None:
     ids = torch.randint(0, VOCAB, (1, 30), generator=torch.Generator().manual_seed(2))
     wrong = (ids + 7) % VOCAB
-    clean, dirty = (PagedKV(ours.config, 96, 8, torch.float32, CPU) for _ in range(2))
-    feed(ours, clean, ids, [0], [12])
-    feed(ours, dirty, ids, [0], [12])
-    feed(ours, dirty, wrong, [12], [27])
-    expected, got = (feed(ours, cache, ids, [12], [20])[0] for cache in (clean, dirty))
+    clean, dirty = (Runner(ours, 96, 8) for _ in range(2))
+    feed(clean, ids, [0], [12])
+    feed(dirty, ids, [0], [12])
+    feed(dirty, wrong, [12], [27])
+    expected, got = (feed(runner, ids, [12], [20])[0] for runner in (clean, dirty))
     torch.testing.assert_close(got, expected, atol=0.0, rtol=0.0)
 
 
@@ -119,10 +116,7 @@ def test_both_kernels_mix_alike() -> None:
 def test_bfloat16_stays_near_float32() -> None:
     exact, rough = (tiny_llama(VOCAB, 2, 3, dtype) for dtype in (torch.float32, torch.bfloat16))
     ids = torch.randint(0, VOCAB, (3, 40), generator=torch.Generator().manual_seed(3))
-    both = [
-        feed(m, PagedKV(m.config, 64, 8, m.dtype, CPU), ids, [0, 0, 0], [20, 40, 33])
-        for m in (exact, rough)
-    ]
+    both = [feed(Runner(m, 64, 8), ids, [0, 0, 0], [20, 40, 33]) for m in (exact, rough)]
     for a, b in zip(*both, strict=True):
         assert (a - b.float()).abs().max() < 0.1 * a.abs().max()
 
@@ -133,7 +127,6 @@ def test_a_draft_may_read_embeddings_of_another_width() -> None:
         "in_proj.weight": torch.randn(16, 10)
     }
     model = Llama(config, weights, torch.randn(VOCAB, 10), torch.float32, CPU)
-    cache = PagedKV(config, 64, 8, torch.float32, CPU)
-    (logits,) = feed(model, cache, torch.zeros(1, 4, dtype=torch.long), [0], [4])
+    (logits,) = feed(Runner(model, 64, 8), torch.zeros(1, 4, dtype=torch.long), [0], [4])
     assert logits.shape == (4, VOCAB)
     assert bool(torch.isfinite(logits).all())

@@ -1,0 +1,333 @@
+/* One pass of a Llama over a ragged batch with a paged cache: bfloat16 weights and cache, float32
+   sums and residual, for CPUs with AVX512_BF16.
+
+   A row's arithmetic never depends on the other rows: its sums run in one fixed order, whatever the
+   batch. So what a token gets is the same, bit for bit, alone, in a batch, or among drafts.
+
+   Speed: decoding a few rows is bound by reading the weights once. Weights lie in panels of 32
+   columns in the order in which they are read, and each pass over a panel fetches what comes next,
+   so that memory and arithmetic overlap. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+enum { PANEL = 32, LANES = 16, TILE = 8, AHEAD_BYTES = 4096, LINE_BYTES = 64 };
+enum { MOST_SHARE = 4, MOST_DIM = 128, SOON = 2 };
+
+/* A loop of a constant count whose variables stay in registers. */
+#define ALL(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
+
+typedef struct {
+    const bf16 *input_norm, *qkv, *out, *ffn_norm, *gate_up, *down; /* matrices packed */
+    bf16 *keys, *values; /* see append */
+} Layer;
+
+typedef struct {
+    int64_t hidden, heads, kv_heads, head_dim, ffn, layers, context;
+    float norm_eps;
+    const Layer *layer;
+    const bf16 *norm;
+    const float *cos, *sin; /* [context, head_dim / 2] */
+} Model;
+
+typedef struct {
+    int64_t rows, taps;
+    const int32_t *position;     /* [rows], in the cache */
+    const int32_t *const *table; /* [rows], blocks of 16 positions */
+    const int64_t *tap;          /* [taps], layers after which states are kept, ascending */
+    float *x;                    /* [rows, hidden]: in, embeddings; lost */
+    bf16 *normed;                /* [rows, hidden]: out, the states that the head reads */
+    bf16 *tapped;                /* [rows, taps, hidden]: out, normed without weight */
+    void *scratch;               /* scratch_bytes() of it */
+} Pass;
+
+static inline __m512 load16(const bf16 *p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+
+static inline void store16(bf16 *p, __m512 v) {
+    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(v));
+}
+
+/* e^x by 2^n e^r with |r| <= ln 2 / 2 and a polynomial of degree 6; error below 1e-6. */
+static inline __m512 exp16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.0f / 720);
+    const float terms[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (int i = 0; i < 6; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+    return _mm512_scalef_ps(p, n);
+}
+
+/* w [n, k] row by row -> panels [n / 32][k / 2][32 columns][2]; columns beyond n are zero. */
+void parlay_pack(const bf16 *w, bf16 *packed, int64_t n, int64_t k) {
+    for (int64_t j = 0; j < n; j += PANEL)
+        for (int64_t i = 0; i < k; i += 2)
+            for (int64_t c = j; c < j + PANEL; c++) {
+                *packed++ = c < n ? w[c * k + i] : 0;
+                *packed++ = c < n ? w[c * k + i + 1] : 0;
+            }
+}
+
+typedef struct { bf16 *bf16; float *add; int64_t width; } Output; /* one of both is set */
+
+/* `rows` rows of x [rows, k] times one panel, fetching `step` bytes of what comes next each turn. */
+static inline __attribute__((always_inline)) void tile(
+    const int rows, const bf16 *x, int64_t k, const bf16 *panel, const char *next, int64_t step,
+    Output y, int64_t column) {
+    __m512 sum[TILE][2];
+    for (int m = 0; m < rows; m++) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < k / 2; i++) {
+        _mm_prefetch(next, _MM_HINT_T0);
+        if (step > LINE_BYTES) _mm_prefetch(next + LINE_BYTES, _MM_HINT_T0);
+        next += step;
+        const __m512bh low = (__m512bh)_mm512_load_si512(panel + i * 2 * PANEL);
+        const __m512bh high = (__m512bh)_mm512_load_si512(panel + i * 2 * PANEL + PANEL);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+            int32_t pair;
+            memcpy(&pair, x + m * k + 2 * i, sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sum[m][0] = _mm512_dpbf16_ps(sum[m][0], low, both);
+            sum[m][1] = _mm512_dpbf16_ps(sum[m][1], high, both);
+        }
+    }
+    for (int m = 0; m < rows; m++)
+        for (int half = 0; half < 2; half++) {
+            const int64_t c = column + half * LANES, at = m * y.width + c;
+            if (y.add) {
+                _mm512_storeu_ps(y.add + at, _mm512_add_ps(_mm512_loadu_ps(y.add + at), sum[m][half]));
+            } else if (c + LANES <= y.width) {
+                store16(y.bf16 + at, sum[m][half]);
+            } else if (c < y.width) {
+                const __mmask16 in = (__mmask16)((1u << (y.width - c)) - 1);
+                _mm256_mask_storeu_epi16(y.bf16 + at, in, (__m256i)_mm512_cvtneps_pbh(sum[m][half]));
+            }
+        }
+}
+
+static void linear(const bf16 *x, const bf16 *packed, int64_t rows, int64_t k, Output y) {
+    const int64_t tiles = (rows + TILE - 1) / TILE, panel_bytes = k * PANEL * sizeof(bf16);
+    for (int64_t column = 0; column < y.width; column += PANEL, packed += k * PANEL) {
+        const char *here = (const char *)packed;
+        for (int64_t t = 0, row = 0; t < tiles; t++) {
+            /* A single tile fetches a little ahead of itself; several share the next panel. */
+            const int64_t step = 2 * LINE_BYTES / tiles;
+            const char *next = here + (tiles == 1 ? AHEAD_BYTES : panel_bytes * (tiles + t) / tiles);
+            const int64_t count = (rows - row + tiles - t - 1) / (tiles - t);
+            const bf16 *in = x + row * k;
+            Output to = y;
+            if (to.add) to.add += row * y.width; else to.bf16 += row * y.width;
+            switch (count) {
+                case 1: tile(1, in, k, packed, next, step, to, column); break;
+                case 2: tile(2, in, k, packed, next, step, to, column); break;
+                case 3: tile(3, in, k, packed, next, step, to, column); break;
+                case 4: tile(4, in, k, packed, next, step, to, column); break;
+                case 5: tile(5, in, k, packed, next, step, to, column); break;
+                case 6: tile(6, in, k, packed, next, step, to, column); break;
+                case 7: tile(7, in, k, packed, next, step, to, column); break;
+                default: tile(8, in, k, packed, next, step, to, column);
+            }
+            row += count;
+        }
+    }
+}
+
+/* x [rows, k] times packed [n, k] -> y [rows, n]. */
+void parlay_linear(const bf16 *x, const bf16 *packed, bf16 *y, int64_t rows, int64_t n, int64_t k) {
+    linear(x, packed, rows, k, (Output){y, 0, n});
+}
+
+/* x / rms(x) * weight; weight may be missing. Writes y[row * stride ...]. */
+static void rms_norm(const float *x, const bf16 *weight, bf16 *y, int64_t rows, int64_t width,
+                     int64_t stride, float eps) {
+    for (int64_t r = 0; r < rows; r++, x += width, y += stride) {
+        __m512 square = _mm512_setzero_ps();
+        for (int64_t i = 0; i < width; i += LANES) {
+            const __m512 v = _mm512_loadu_ps(x + i);
+            square = _mm512_fmadd_ps(v, v, square);
+        }
+        const float mean = _mm512_reduce_add_ps(square) / (float)width;
+        const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(mean + eps));
+        for (int64_t i = 0; i < width; i += LANES) {
+            const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
+            store16(y + i, weight ? _mm512_mul_ps(v, load16(weight + i)) : v);
+        }
+    }
+}
+
+/* Half-split rotary: (a, b) -> (a cos - b sin, b cos + a sin). */
+static inline void turn(bf16 *head, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += LANES) {
+        const __m512 a = load16(head + i), b = load16(head + half + i);
+        const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+        store16(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        store16(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    }
+}
+
+/* A block of keys is [head_dim / 2][16 positions][2], so that 16 scores come of one lane each; a
+   block of values is [16 positions][head_dim]. Blocks of a KV head lie behind each other. */
+static void append(const Model *m, const Layer *layer, const Pass *pass, bf16 *qkv) {
+    const int64_t dim = m->head_dim, half = dim / 2, block = LANES * dim;
+    const int64_t width = (m->heads + 2 * m->kv_heads) * dim;
+    for (int64_t r = 0; r < pass->rows; r++, qkv += width) {
+        const int64_t p = pass->position[r];
+        const float *cos = m->cos + p * half, *sin = m->sin + p * half;
+        for (int64_t h = 0; h < m->heads + m->kv_heads; h++) turn(qkv + h * dim, cos, sin, half);
+        const int64_t at = (int64_t)pass->table[r][p / LANES] * m->kv_heads, lane = p % LANES;
+        for (int64_t h = 0; h < m->kv_heads; h++) {
+            const bf16 *k = qkv + (m->heads + h) * dim, *v = k + m->kv_heads * dim;
+            bf16 *keys = layer->keys + (at + h) * block + 2 * lane;
+            for (int64_t i = 0; i < half; i++) memcpy(keys + i * PANEL, k + 2 * i, 2 * sizeof(bf16));
+            memcpy(layer->values + (at + h) * block + lane * dim, v, dim * sizeof(bf16));
+        }
+    }
+}
+
+/* Attend `share` query heads of one KV head and row to positions 0 .. last; q and y [share, dim].
+   scores: f32 [share, positions rounded up to 16]. */
+static inline __attribute__((always_inline)) void attend_heads(
+    const int share, const int dim, const bf16 *q, const bf16 *keys, const bf16 *values,
+    const int32_t *table, int64_t block_stride, int64_t last, float *scores, bf16 *y) {
+    const int64_t blocks = last / LANES + 1, span = blocks * LANES;
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)dim));
+    __m512 most[MOST_SHARE], total[MOST_SHARE], mix[MOST_SHARE][MOST_DIM / LANES];
+    ALL(g, share) most[g] = _mm512_set1_ps(-INFINITY);
+    for (int64_t b = 0; b < blocks; b++) {
+        const bf16 *key = keys + table[b] * block_stride;
+        /* Blocks lie anywhere, so the processor does not guess the next ones. */
+        const bf16 *soon = keys + table[b + SOON < blocks ? b + SOON : b] * block_stride;
+        __m512 dot[MOST_SHARE];
+        ALL(g, share) dot[g] = _mm512_setzero_ps();
+        for (int i = 0; i < dim / 2; i++) {
+            const __m512bh pairs = (__m512bh)_mm512_loadu_si512(key + i * PANEL);
+            _mm_prefetch((const char *)(soon + i * PANEL), _MM_HINT_T0);
+            ALL(g, share) {
+                int32_t pair;
+                memcpy(&pair, q + g * dim + 2 * i, sizeof pair);
+                dot[g] = _mm512_dpbf16_ps(dot[g], pairs, (__m512bh)_mm512_set1_epi32(pair));
+            }
+        }
+        const int64_t seen = last + 1 - b * LANES;
+        const __mmask16 in = seen >= LANES ? 0xffff : (__mmask16)((1u << seen) - 1);
+        ALL(g, share) {
+            dot[g] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), in, dot[g], scale);
+            most[g] = _mm512_max_ps(most[g], dot[g]);
+            _mm512_storeu_ps(scores + g * span + b * LANES, dot[g]);
+        }
+    }
+    ALL(g, share) {
+        const __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most[g]));
+        total[g] = _mm512_setzero_ps();
+        for (int64_t j = 0; j < span; j += LANES) {
+            const __m512 s = _mm512_loadu_ps(scores + g * span + j);
+            const __mmask16 in = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+            const __m512 e = _mm512_maskz_mov_ps(in, exp16(_mm512_sub_ps(s, peak)));
+            total[g] = _mm512_add_ps(total[g], e);
+            _mm512_storeu_ps(scores + g * span + j, e);
+        }
+        ALL(d, dim / LANES) mix[g][d] = _mm512_setzero_ps();
+    }
+    for (int64_t b = 0; b < blocks; b++) {
+        const bf16 *value = values + table[b] * block_stride;
+        const bf16 *soon = values + table[b + SOON < blocks ? b + SOON : b] * block_stride;
+        const int count = last + 1 - b * LANES < LANES ? (int)(last + 1 - b * LANES) : LANES;
+        for (int j = 0; j < count; j++) {
+            for (int d = 0; d < dim; d += PANEL)
+                _mm_prefetch((const char *)(soon + j * dim + d), _MM_HINT_T0);
+            ALL(d, dim / LANES) {
+                const __m512 v = load16(value + j * dim + d * LANES);
+                ALL(g, share) {
+                    const __m512 weight = _mm512_set1_ps(scores[g * span + b * LANES + j]);
+                    mix[g][d] = _mm512_fmadd_ps(weight, v, mix[g][d]);
+                }
+            }
+        }
+    }
+    ALL(g, share) {
+        const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total[g]));
+        ALL(d, dim / LANES)
+            store16(y + g * dim + d * LANES, _mm512_mul_ps(mix[g][d], inverse));
+    }
+}
+
+static void attend(const Model *m, const Layer *layer, const Pass *pass, const bf16 *qkv, bf16 *y,
+                   float *scores) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads;
+    const int64_t block = LANES * dim, stride = m->kv_heads * block;
+    for (int64_t r = 0; r < pass->rows; r++)
+        for (int64_t h = 0; h < m->heads;) {
+            const int64_t kv = h / share, left = share - h % share;
+            const bf16 *q = qkv + r * (m->heads + 2 * m->kv_heads) * dim + h * dim;
+            bf16 *to = y + (r * m->heads + h) * dim;
+#define ATTEND(SHARE, DIM) \
+    attend_heads(SHARE, DIM, q, layer->keys + kv * block, layer->values + kv * block, \
+                 pass->table[r], stride, pass->position[r], scores, to), h += SHARE
+            if (dim == 64) {
+                if (left >= 4) ATTEND(4, 64);
+                else if (left == 3) ATTEND(3, 64);
+                else if (left == 2) ATTEND(2, 64);
+                else ATTEND(1, 64);
+            } else if (dim == 128) {
+                if (left >= 2) ATTEND(2, 128);
+                else ATTEND(1, 128);
+            } else {
+                ATTEND(1, 32);
+            }
+        }
+}
+
+/* silu(gate) * up: y [rows, 2 * ffn] -> [rows, ffn], in place at the front. */
+static void silu_times_up(bf16 *y, int64_t rows, int64_t ffn) {
+    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < ffn; i += LANES) {
+            const __m512 gate = load16(y + 2 * r * ffn + i), up = load16(y + 2 * r * ffn + ffn + i);
+            const __m512 below = _mm512_add_ps(one, exp16(_mm512_sub_ps(zero, gate)));
+            store16(y + r * ffn + i, _mm512_mul_ps(_mm512_div_ps(gate, below), up));
+        }
+}
+
+static int64_t widest(const Model *m) {
+    const int64_t qkv = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    return qkv > 2 * m->ffn ? qkv : 2 * m->ffn;
+}
+
+/* What a pass over `rows` rows and up to `positions` positions needs of scratch. */
+int64_t parlay_scratch_bytes(const Model *m, int64_t rows, int64_t positions) {
+    const int64_t narrow = m->hidden > m->heads * m->head_dim ? m->hidden : m->heads * m->head_dim;
+    return rows * (widest(m) + narrow) * (int64_t)sizeof(bf16) +
+           4 * (positions + LANES) * (int64_t)sizeof(float) + LINE_BYTES;
+}
+
+/* Run every layer over the pass; appends its keys and values to the cache. */
+void parlay_forward(const Model *m, const Pass *pass) {
+    const int64_t rows = pass->rows, hidden = m->hidden, mixed = m->heads * m->head_dim;
+    bf16 *wide = pass->scratch, *narrow = wide + rows * widest(m);
+    float *scores = (float *)(narrow + rows * (hidden > mixed ? hidden : mixed));
+    for (int64_t l = 0, t = 0; l < m->layers; l++) {
+        const Layer *layer = m->layer + l;
+        rms_norm(pass->x, layer->input_norm, narrow, rows, hidden, hidden, m->norm_eps);
+        linear(narrow, layer->qkv, rows, hidden, (Output){wide, 0, mixed + 2 * m->kv_heads * m->head_dim});
+        append(m, layer, pass, wide);
+        attend(m, layer, pass, wide, narrow, scores);
+        linear(narrow, layer->out, rows, mixed, (Output){0, pass->x, hidden});
+        rms_norm(pass->x, layer->ffn_norm, narrow, rows, hidden, hidden, m->norm_eps);
+        linear(narrow, layer->gate_up, rows, hidden, (Output){wide, 0, 2 * m->ffn});
+        silu_times_up(wide, rows, m->ffn);
+        linear(wide, layer->down, rows, m->ffn, (Output){0, pass->x, hidden});
+        if (t < pass->taps && pass->tap[t] == l + 1) {
+            bf16 *to = pass->tapped + t++ * hidden;
+            rms_norm(pass->x, 0, to, rows, hidden, pass->taps * hidden, 1e-6f);
+        }
+    }
+    rms_norm(pass->x, m->norm, pass->normed, rows, hidden, hidden, m->norm_eps);
+}

@@ -1,0 +1,210 @@
+"""A Llama in bfloat16 on a CPU, run by the kernels of `llama.c` a whole pass at a time."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parlay.engine.kernels import build
+from parlay.engine.model_config import ModelConfig
+from parlay.engine.spans import Spans
+
+BLOCK_TOKENS = 16
+"""Positions of a cache block: one vector of scores."""
+HEAD_DIMS = (32, 64, 128)
+PANEL = 32
+_POINTER = ctypes.c_void_p
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        (name, _POINTER)
+        for name in ("input_norm", "qkv", "out", "ffn_norm", "gate_up", "down", "keys", "values")
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "layers", "context")
+        ),
+        ("norm_eps", ctypes.c_float),
+        *((name, _POINTER) for name in ("layer", "norm", "cos", "sin")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("taps", ctypes.c_int64),
+        *(
+            (name, _POINTER)
+            for name in ("position", "table", "tap", "x", "normed", "tapped", "scratch")
+        ),
+    ]
+
+
+def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Say whether a model can be run here: one thread, bfloat16, even sizes, a processor for it."""
+    return (
+        device.type == "cpu"
+        and dtype is torch.bfloat16
+        and torch.get_num_threads() == 1
+        and config.head_dim in HEAD_DIMS
+        and config.hidden % PANEL == config.ffn % PANEL == 0
+        and build.load() is not None
+    )
+
+
+@dataclass(slots=True)
+class NativeKV:
+    """Keys and values of every layer in blocks of 16 positions: `llama.c` says how they lie."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    layers: Any
+
+
+class NativeLlama:
+    """Weights packed for the kernels; see `parlay.engine.runner.Model` for what its methods do.
+
+    Raises RuntimeError where the kernels cannot be had; ask `fits` first.
+    """
+
+    dtype = torch.bfloat16
+    device = torch.device("cpu")
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], embedding: Tensor
+    ) -> None:
+        library = build.load()
+        if library is None:
+            raise RuntimeError("the kernels cannot be compiled or run on this machine")
+        self.config, self.kernels = config, library
+        library.parlay_scratch_bytes.restype = ctypes.c_int64
+
+        def get(name: str) -> Tensor:
+            return weights[f"{name}.weight"].to(torch.bfloat16).contiguous()
+
+        self.embedding = embedding.to(torch.bfloat16).contiguous()
+        self._in_proj, self._state_proj = (
+            self._pack([get(n)])[0] if f"{n}.weight" in weights else None
+            for n in ("in_proj", "state_proj")
+        )
+        self.head_rows = config.vocab if "lm_head.weight" in weights else len(self.embedding)
+        self._norms = []
+        self._packed = []
+        for at in (f"model.layers.{i}" for i in range(config.layers)):
+            self._norms.append([get(f"{at}.{n}_layernorm") for n in ("input", "post_attention")])
+            qkv = torch.cat([get(f"{at}.self_attn.{n}_proj") for n in "qkv"])
+            gate_up = torch.cat([get(f"{at}.mlp.{n}_proj") for n in ("gate", "up")])
+            out, down = get(f"{at}.self_attn.o_proj"), get(f"{at}.mlp.down_proj")
+            self._packed.append(self._pack([qkv, out, gate_up, down]))
+        self._norm = get("model.norm")
+        head = get("lm_head") if "lm_head.weight" in weights else self.embedding
+        (self._head,) = self._pack([head])
+        self._cos, self._sin = self._rotary()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def new_cache(self, blocks: int, block_tokens: int) -> NativeKV:
+        """Return an empty cache; raises ValueError for blocks of another size than 16."""
+        if block_tokens != BLOCK_TOKENS:
+            raise ValueError(
+                f"the kernels keep {BLOCK_TOKENS} tokens a block, not {block_tokens};"
+                f" set block_tokens to {BLOCK_TOKENS} or the environment's PARLAY_KERNELS to off"
+            )
+        c = self.config
+        shape = (blocks, c.kv_heads, BLOCK_TOKENS, c.head_dim)
+        keys, values = (
+            [torch.zeros(shape, dtype=self.dtype) for _ in range(c.layers)] for _ in range(2)
+        )
+        layers = (_Layer * c.layers)()
+        for i, layer in enumerate(layers):
+            layer.input_norm, layer.ffn_norm = (n.data_ptr() for n in self._norms[i])
+            layer.qkv, layer.out, layer.gate_up, layer.down = (
+                p.data_ptr() for p in self._packed[i]
+            )
+            layer.keys, layer.values = keys[i].data_ptr(), values[i].data_ptr()
+        return NativeKV(keys, values, layers)
+
+    def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
+        """Return the input of tokens; see `Model.embed`."""
+        x = self.embedding[ids]
+        if self._in_proj is not None:
+            x = self._linear(x, self._in_proj, self.config.hidden)
+        if states is not None:
+            assert self._state_proj is not None, "this model reads no states"
+            x = x + self._linear(states, self._state_proj, self.config.hidden)
+        return x
+
+    def run(
+        self, x: Tensor, cache: NativeKV, spans: Spans, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Run every layer; see `Model.run`."""
+        c, rows = self.config, len(x)
+        position = spans.positions().astype(np.int32)
+        tables = [np.asarray(t, np.int32) for t in spans.tables]
+        table = np.repeat(np.asarray([t.ctypes.data for t in tables], np.int64), spans.lengths)
+        model = _Model(
+            c.hidden, c.heads, c.kv_heads, c.head_dim, c.ffn, c.layers, c.context, c.norm_eps,
+            ctypes.addressof(cache.layers), self._norm.data_ptr(),
+            self._cos.data_ptr(), self._sin.data_ptr(),
+        )  # fmt: skip
+        below = np.asarray([t for t in taps if t < c.layers], np.int64)
+        residual = x.float()
+        normed = torch.empty(rows, c.hidden, dtype=self.dtype)
+        tapped = torch.empty(rows, len(below), c.hidden, dtype=self.dtype)
+        scratch = self._scratch_for(model, rows, int(position.max()) + 1)
+        one_pass = _Pass(
+            rows, len(below), position.ctypes.data, table.ctypes.data, below.ctypes.data,
+            residual.data_ptr(), normed.data_ptr(), tapped.data_ptr(), scratch.data_ptr(),
+        )  # fmt: skip
+        self.kernels.parlay_forward(ctypes.byref(model), ctypes.byref(one_pass))
+        if len(taps) > len(below):
+            tapped = torch.cat((tapped, normed[:, None]), 1)
+        return normed, tapped.flatten(1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [rows, head rows] logits of normed states."""
+        return self._linear(hidden, self._head, self.head_rows)
+
+    def _linear(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty(len(x), outputs, dtype=self.dtype)
+        self.kernels.parlay_linear(
+            _POINTER(x.data_ptr()), _POINTER(packed.data_ptr()), _POINTER(y.data_ptr()),
+            *map(ctypes.c_int64, (len(x), outputs, x.shape[1])),
+        )  # fmt: skip
+        return y
+
+    def _pack(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Pack matrices [out, in] behind each other, in the order in which a pass reads them."""
+        sizes = [-(-len(w) // PANEL) * PANEL * w.shape[1] for w in weights]
+        packed = torch.empty(sum(sizes), dtype=self.dtype).split(sizes)
+        assert packed[0].data_ptr() % 64 == 0, "torch aligns its memory to cache lines"
+        for w, p in zip(weights, packed, strict=True):
+            self.kernels.parlay_pack(
+                _POINTER(w.data_ptr()), _POINTER(p.data_ptr()), *map(ctypes.c_int64, w.shape)
+            )
+        return list(packed)
+
+    def _scratch_for(self, model: _Model, rows: int, positions: int) -> Tensor:
+        need = self.kernels.parlay_scratch_bytes(
+            ctypes.byref(model), ctypes.c_int64(rows), ctypes.c_int64(positions)
+        )
+        if need > len(self._scratch):
+            self._scratch = torch.empty(need, dtype=torch.uint8)
+        return self._scratch
+
+    def _rotary(self) -> tuple[Tensor, Tensor]:
+        c = self.config
+        steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
+        angles = torch.outer(torch.arange(c.context, dtype=torch.float32), c.rope_theta**-steps)
+        return angles.cos(), angles.sin()

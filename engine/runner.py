@@ -1,0 +1,109 @@
+"""A model with its paged cache: what reads tokens, for target and draft alike.
+
+Two implementations of `Model`: `models.Llama` on torch, anywhere in any dtype, and
+`kernels.native.NativeLlama`, bfloat16 on one CPU thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parlay.engine.kernels import native
+from parlay.engine.model_config import ModelConfig
+from parlay.engine.models import Llama
+from parlay.engine.spans import Spans
+
+
+class Model(Protocol):
+    """A Llama's weights, laid out for decoding."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor
+
+    def new_cache(self, blocks: int, block_tokens: int) -> Any:
+        """Return an empty paged cache, which only this model understands."""
+        ...
+
+    def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
+        """Return the input [tokens, hidden] of ids i64 [tokens]; states [tokens, width] are what a
+        draft with `state_layers` reads besides.
+        """  # noqa: D205
+        ...
+
+    def run(
+        self, x: Tensor, cache: Any, spans: Spans, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Append x's keys and values and attend; return the states that the head reads, normed,
+        [tokens, hidden], and those behind the layers `taps` side by side [tokens, taps * hidden].
+
+        Below the last layer those are normed without weight, behind it they are the first.
+        """  # noqa: D205
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [rows, head rows] logits of normed states."""
+        ...
+
+
+def load_model(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    embedding: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_tokens: int,
+) -> Model:
+    """Lay weights out for the kernels where they fit model and machine, else for torch."""
+    if block_tokens == native.BLOCK_TOKENS and native.fits(config, dtype, device):
+        return native.NativeLlama(config, weights, embedding)
+    return Llama(config, weights, embedding, dtype, device)
+
+
+class Runner:
+    """Reads tokens into a model's cache, and keeps the states behind the layers `taps`.
+
+    Kept states lie where the tokens' keys do: whoever owns the block owns them.
+    """
+
+    def __init__(
+        self, model: Model, blocks: int, block_tokens: int, taps: Sequence[int] = ()
+    ) -> None:
+        self.model, self.block_tokens, self.taps = model, block_tokens, tuple(taps)
+        self.cache = model.new_cache(blocks, block_tokens)
+        width = len(self.taps) * model.config.hidden
+        self._kept = torch.zeros(
+            blocks * block_tokens, width, dtype=model.dtype, device=model.device
+        )
+
+    def read(
+        self, fed: Sequence[Sequence[int]], spans: Spans, states: Tensor | None = None
+    ) -> Tensor:
+        """Compute the rows' tokens; return their normed states [tokens, hidden]."""
+        model = self.model
+        ids = torch.tensor([t for row in fed for t in row], device=model.device)
+        hidden, tapped = model.run(model.embed(ids, states), self.cache, spans, self.taps)
+        if self.taps:
+            self._kept[self._slots(spans)] = tapped
+        return hidden
+
+    def states_before(self, spans: Spans, known: Sequence[int]) -> Tensor:
+        """Return for each position the kept state of the one before, [tokens, taps * hidden].
+
+        known: how many positions of each row have been computed; nothing is known beyond, nor
+        before the first: zeros.
+        """
+        at = torch.from_numpy(spans.positions()) - 1
+        limit = torch.tensor(known).repeat_interleave(torch.tensor(spans.lengths))
+        there = ((at >= 0) & (at < limit)).to(self.model.device)
+        earlier = Spans(spans.tables, [s - 1 for s in spans.starts], spans.lengths)
+        found = self._kept[self._slots(earlier)]
+        return found.masked_fill_(~there[:, None], 0.0)
+
+    def _slots(self, spans: Spans) -> Tensor:
+        return torch.from_numpy(spans.slots(self.block_tokens)).to(self.model.device)
