@@ -1,110 +1,101 @@
-"""N-gram proposer: what followed the text's longest suffix when it was last seen. Free of torch.
+"""N-gram proposer: what followed the text's longest suffix where it was seen. Free of torch.
 
-A suffix automaton (Blumer et al. 1985) grows with the text, O(1) amortised a token; the suffix link
-of its last state is the longest suffix that occurred before.
+A suffix automaton (`ngram_index.py`) grows with each request's text; if wished, what it lacks is
+looked up in a corpus of earlier outputs (`shared_corpus.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from parlay.engine.backend import Lookup
+from parlay.engine.proposers.ngram_index import NgramIndex
+from parlay.engine.proposers.shared_corpus import LONGEST_WORTH, SharedCorpus, merged
 from parlay.engine.request import Request
+from parlay.policies.types import Array
+
+__all__ = ["Candidates", "NgramIndex", "NgramProposer"]
 
 
-class NgramIndex:
-    """The suffix automaton of one token sequence.
+@dataclass(slots=True, frozen=True)
+class Candidates:
+    """Continuations of one text, the best first, no two with the same first token.
 
-    State s spells its longest string of `length[s]` tokens; `recent[s]` is a position where it
-    ended.
+    tokens i64 [n, k], -1 beyond a continuation's end. i32 [n]: match_tokens, the longest suffix
+    that the first token followed before (in the shared corpus: what it is worth); match_count, how
+    often that suffix was seen; guess_count, how often the token followed it. Both counts go up to
+    MOST_COUNTED.
     """
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._recent = [-1]
-        self._last = 0
-        self.match_tokens, self._match_end = 0, -1
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        for token in tokens:
-            self._append(token)
-
-    def _append(self, token: int) -> None:
-        nxt, link, length, recent = self._next, self._link, self._length, self._recent
-        position = len(self.tokens)
-        self.tokens.append(token)
-        state = self._add({}, 0, length[self._last] + 1, position)
-        walk = self._last
-        while walk >= 0 and token not in nxt[walk]:
-            nxt[walk][token] = state
-            walk = link[walk]
-        self._last = state
-        if walk >= 0:
-            seen = nxt[walk][token]
-            if length[seen] != length[walk] + 1:
-                clone = self._add(dict(nxt[seen]), link[seen], length[walk] + 1, recent[seen])
-                link[seen] = clone
-                while walk >= 0 and nxt[walk].get(token) == seen:
-                    nxt[walk][token] = clone
-                    walk = link[walk]
-                seen = clone
-            link[state] = seen
-        suffix = link[state]
-        self.match_tokens, self._match_end = length[suffix], recent[suffix]
-        # The suffix has now been seen here too; the freshest place predicts best.
-        recent[suffix] = position
-
-    def _add(self, transitions: dict[int, int], link: int, length: int, recent: int) -> int:
-        self._next.append(transitions)
-        self._link.append(link)
-        self._length.append(length)
-        self._recent.append(recent)
-        return len(self._link) - 1
-
-    def propose(self, k: int) -> list[int]:
-        """Return the k tokens that followed the longest suffix before; empty without a match."""
-        if not self.match_tokens:
-            return []
-        start = self._match_end + 1
-        guess = self.tokens[start : start + k]
-        period = len(self.tokens) - start
-        # The text repeats with this period up to its end: go on repeating it.
-        while len(guess) < k:
-            guess.append(guess[len(guess) - period])
-        return guess
+    tokens: Array
+    match_tokens: Array
+    match_count: Array
+    guess_count: Array
 
 
 class NgramProposer:
     """An index for every live request, brought up to date when it is asked.
 
-    By request, not its id: engines that share a backend each count their ids from 1.
+    By request, not its id: engines that share a backend each count their ids from 1. Only committed
+    tokens are indexed, and those are never taken back.
+
+    corpus_tokens: how many tokens of finished outputs all requests may be guessed from; 0 is off.
+    Sharing lets a request's speed tell what others were answered. Raises ValueError for 1 to 3.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, corpus_tokens: int = 0) -> None:
+        self.corpus = SharedCorpus(corpus_tokens) if corpus_tokens else None
         self._indexes: dict[Request, NgramIndex] = {}
 
     def lookup(self, requests: Sequence[Request], depth: int) -> Lookup:
-        """Return the guesses for requests whose every token but the last is computed."""
-        match = np.zeros(len(requests), np.int32)
+        """Return the guesses for requests whose every token but the last is computed.
+
+        The prompts of the others are indexed as far as they are computed, not all in one step.
+        """
+        match, seen, followed = (np.zeros(len(requests), np.int32) for _ in range(3))
         tokens = np.full((len(requests), depth), -1, np.int64)
         for row, request in enumerate(requests):
             if request.pending > 1:
+                self._index(request, request.computed)
                 continue
-            index = self._indexes.get(request)
-            if index is None:
-                index = self._indexes[request] = NgramIndex()
-            index.extend(request.tokens[len(index.tokens) :])
-            match[row] = index.match_tokens
+            index = self._index(request, len(request.tokens))
             if index.match_tokens:
+                match[row], seen[row] = index.match_tokens, index.match_count
+                followed[row] = index.guess_count()
                 tokens[row] = index.propose(depth)
-        return Lookup(match, tokens)
+            if self.corpus is not None and match[row] < LONGEST_WORTH:
+                found = self.corpus.continuations(request.tokens, depth, 1)
+                if found and found[0].match_tokens > match[row]:
+                    match[row], seen[row], followed[row], guess = found[0]
+                    tokens[row] = guess + [-1] * (depth - len(guess))
+        return Lookup(match, tokens, seen, followed)
+
+    def candidates(self, request: Request, k: int, width: int) -> Candidates:
+        """Return up to width continuations of k tokens, by match length, then by count."""
+        found = self._index(request, len(request.tokens)).continuations(k, width)
+        if self.corpus is not None:
+            found = merged(found, self.corpus.continuations(request.tokens, k, width), width)
+        tokens = np.full((len(found), k), -1, np.int64)
+        for row, one in enumerate(found):
+            tokens[row, : len(one.tokens)] = one.tokens
+        counts = [(c.match_tokens, c.match_count, c.guess_count) for c in found]
+        match, seen, followed = np.asarray(counts, np.int32).reshape(-1, 3).T
+        return Candidates(tokens, match, seen, followed)
 
     def forget(self, request: Request) -> None:
-        """Drop a request's index."""
-        self._indexes.pop(request, None)
+        """Drop a request's index; what a finished one was answered goes to the corpus."""
+        index = self._indexes.pop(request, None)
+        if index is not None and self.corpus is not None and request.finished:
+            self.corpus.add(request.output)
+
+    def _index(self, request: Request, end: int) -> NgramIndex:
+        """Return the request's index with its tokens up to `end` in it."""
+        index = self._indexes.get(request)
+        if index is None:
+            index = self._indexes[request] = NgramIndex()
+        assert len(index.tokens) <= len(request.tokens), "committed tokens were taken back"
+        index.extend(request.tokens[len(index.tokens) : end])
+        return index

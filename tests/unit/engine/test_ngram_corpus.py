@@ -1,0 +1,91 @@
+"""The shared corpus against a search of its texts, and its bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parlay.engine.proposers.ngram_index import Continuation
+from parlay.engine.proposers.shared_corpus import LONGEST_MATCH, SharedCorpus, merged
+
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=25)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=4), TEXT)
+def test_the_best_is_the_longest_suffix_that_any_text_goes_on_from(
+    texts: list[list[int]], tail: list[int]
+) -> None:
+    corpus = SharedCorpus(1000)
+    for text in texts:
+        corpus.add(text)
+
+    def after(length: int) -> list[list[int]]:
+        suffix = tail[len(tail) - length :]
+        places = [(t, i) for t in texts for i in range(len(t) - length)]
+        return [t[i + length :] for t, i in places if t[i : i + length] == suffix]
+
+    lengths = range(min(len(tail), LONGEST_MATCH), 0, -1)
+    longest = next((n for n in lengths if after(n)), 0)
+    found = corpus.continuations(tail, 4, 1)
+    assert bool(found) == bool(longest)
+    if found:
+        (best,) = found
+        assert best.match_tokens == -(-longest // 3)
+        assert best.tokens in [rest[:4] for rest in after(longest)]
+        firsts = [rest[0] for rest in after(longest)]
+        assert best.guess_count == max(firsts.count(first) for first in firsts)
+
+
+@given(st.lists(TEXT, max_size=30), st.integers(4, 60))
+def test_it_never_holds_more_than_it_may(texts: list[list[int]], most: int) -> None:
+    corpus = SharedCorpus(most)
+    for text in texts:
+        corpus.add(text)
+        assert corpus.held_tokens <= most
+        assert corpus.held_tokens >= min(len(text) + 1, most // 2)
+
+
+def test_the_oldest_texts_go_and_the_newest_stay() -> None:
+    corpus = SharedCorpus(40)
+    for first in range(0, 100, 10):
+        corpus.add(list(range(first, first + 9)))
+    assert corpus.continuations([0, 1, 2], 2, 1) == []
+    assert corpus.continuations([90, 91, 92], 2, 1) == [Continuation(1, 1, 1, [93, 94])]
+    assert corpus.continuations([81, 82], 2, 1)[0].tokens == [83, 84]
+
+
+def test_of_a_text_that_is_too_long_the_end_is_kept() -> None:
+    corpus = SharedCorpus(20)
+    corpus.add(list(range(100)))
+    assert corpus.continuations([95, 96], 9, 1)[0].tokens == [97, 98, 99]
+    assert corpus.continuations([50, 51], 9, 1) == []
+
+
+def test_both_halves_are_asked_and_the_longer_match_wins() -> None:
+    corpus = SharedCorpus(20)
+    corpus.add([1, 2, 3, 4, 5])
+    corpus.add([7, 3, 4, 6, 9])
+    found = corpus.continuations([1, 2, 3, 4], 2, 2)
+    assert found == [Continuation(2, 1, 1, [5]), Continuation(1, 1, 1, [6, 9])]
+
+
+@pytest.mark.parametrize(("match", "worth"), [(1, 1), (3, 1), (4, 2), (15, 5), (16, 6), (30, 6)])
+def test_a_match_is_worth_a_third_of_its_length(match: int, worth: int) -> None:
+    corpus = SharedCorpus(100)
+    corpus.add(list(range(40)))
+    (found,) = corpus.continuations([99, *range(30 - match, 30)], 2, 1)
+    assert found == Continuation(worth, 1, 1, [30, 31])
+
+
+def test_merging_keeps_one_of_each_first_token_the_best_first() -> None:
+    a = [Continuation(3, 1, 1, [5, 1]), Continuation(1, 4, 3, [6, 1])]
+    b = [Continuation(3, 2, 2, [7, 2]), Continuation(2, 2, 2, [5, 2])]
+    assert [c.tokens for c in merged(a, b, 9)] == [[7, 2], [5, 1], [6, 1]]
+    assert len(merged(a, b, 1)) == 1
+
+
+@pytest.mark.parametrize("tokens", [-1, 1, 3])
+def test_a_corpus_without_room_says_so(tokens: int) -> None:
+    with pytest.raises(ValueError, match="room for 4"):
+        SharedCorpus(tokens)
