@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parlay.engine.distill.generate import Decoder, Job, generate
-from parlay.engine.distill.llama import body_of
+from parlay.engine.distill.llama import body_of, target_of
 from parlay.engine.distill.measure import Drafter, accepted_and_sure
 from parlay.engine.distill.prompts import Prompt
+from parlay.engine.distill.states import target_states
 from parlay.engine.draft_format import load_draft
 from parlay.engine.proposers.ngram import NgramIndex
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
@@ -45,7 +46,9 @@ def record(
     """
     torch.set_num_threads(1)
     config, weights = load_checkpoint(folder)
-    drafter = None if draft is None else _drafter(draft, weights["model.embed_tokens.weight"])
+    target = target_of(config, weights, torch.bfloat16)
+    drafter = None if draft is None else _drafter(draft, target.embedding)
+    layers = () if drafter is None else drafter.body.config.state_layers
     jobs: list[Job] = []
     for prompt in prompts:
         ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
@@ -60,19 +63,28 @@ def record(
 
     generate(Decoder(config, weights, LONGEST_PROMPT + new_tokens), jobs, new_tokens, finish)
     for job in sorted(ended, key=lambda job: job.seed):
-        yield traced(f"{job.task}-{job.seed}", job.task, job.prompt, job.out, drafter)
+        states = target_states(target, [*job.prompt, *job.out[:-1]], layers)
+        yield traced(f"{job.task}-{job.seed}", job.task, job.prompt, job.out, drafter, states)
 
 
 def traced(
-    name: str, task: str, prompt: list[int], out: list[int], drafter: Drafter | None
+    name: str,
+    task: str,
+    prompt: list[int],
+    out: list[int],
+    drafter: Drafter | None,
+    states: Tensor,
 ) -> TracedRequest:
-    """Return what the proposers would have done before each token of an answer."""
+    """Return what the proposers would have done before each token of an answer.
+
+    states [tokens - 1, layers, hidden]: the target's, of the layers that the drafter reads.
+    """
     drafted, held, match = ngram_counts(prompt, out)
     offered, accepted, confidence = {NGRAM: drafted}, {NGRAM: held}, {}
     k_max = {NGRAM: NGRAM_TOKENS}
     if drafter is not None:
         k_max[DRAFT_MODEL] = DRAFT_TOKENS
-        run, sure = _draft_counts(drafter, prompt, out)
+        run, sure = _draft_counts(drafter, prompt, out, states)
         offered[DRAFT_MODEL] = np.full(len(out), DRAFT_TOKENS, np.int32)
         accepted[DRAFT_MODEL], confidence[DRAFT_MODEL] = run, sure
     return TracedRequest(name, task, len(prompt), k_max, offered, accepted, match, confidence)
@@ -93,16 +105,20 @@ def ngram_counts(prompt: list[int], out: list[int]) -> tuple[Array, Array, Array
     return drafted, held, match
 
 
-def _draft_counts(drafter: Drafter, prompt: list[int], out: list[int]) -> tuple[Array, Array]:
+def _draft_counts(
+    drafter: Drafter, prompt: list[int], out: list[int], states: Tensor
+) -> tuple[Array, Array]:
     """Return accepted i32 [outputs] and confidence f32 [outputs, DRAFT_TOKENS] of the draft."""
     seen = prompt[-DRAFT_WINDOW_TOKENS:]
     # Behind the answer's end stand tokens that nothing guesses, so that its last places draft too.
     ids = [*seen, *out, *[-1] * DRAFT_TOKENS]
-    run, sure = accepted_and_sure(drafter, ids, len(seen), DRAFT_TOKENS)
+    states = F.pad(states, (0, 0, 0, 0, 0, DRAFT_TOKENS))
+    run, sure = accepted_and_sure(drafter, ids, len(seen), DRAFT_TOKENS, states)
     return run[: len(out)].numpy().astype(np.int32), sure[: len(out)].numpy()
 
 
 def _drafter(path: Path, embedding: Tensor) -> Drafter:
     sizes, own, ids = load_draft(path, embedding)
     body = body_of(sizes, own, torch.bfloat16)
-    return Drafter(body, own["lm_head.weight"], ids, F.pad(embedding.bfloat16(), (0, 0, 0, 1)))
+    proj = own.get("state_proj.weight")
+    return Drafter(body, own["lm_head.weight"], ids, F.pad(embedding, (0, 0, 0, 1)), proj)

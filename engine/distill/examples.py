@@ -17,21 +17,29 @@ from torch import Tensor
 class Example:
     """A prompt and its answer.
 
-    ids: both; prompt: tokens of the prompt; hidden bf16 [answer, width]: the target's last hidden
-    state before each token of the answer. A state is a whole distribution: the loss multiplies it
-    by the target's own head.
+    ids: both; prompt: tokens of the prompt; states bf16 [places, layers, width]: the target's (see
+    `states.py`) at the places up to the last token but one, at least from the prompt's last on; the
+    last layer's stand last.
     """
 
     task: str
     ids: list[int]
     prompt: int
-    hidden: Tensor
+    states: Tensor
+
+    @property
+    def hidden(self) -> Tensor:
+        """Return the last hidden state before each token of the answer, [answer, width].
+
+        A state is a whole distribution: the loss multiplies it by the target's own head.
+        """
+        return self.states[self.prompt - len(self.ids) :, -1]
 
 
 def windowed(example: Example, prompt_tokens: int) -> Example:
     """Return an example without what stands before the last prompt_tokens of its prompt."""
     drop = max(example.prompt - prompt_tokens, 0)
-    return Example(example.task, example.ids[drop:], example.prompt - drop, example.hidden)
+    return Example(example.task, example.ids[drop:], example.prompt - drop, example.states)
 
 
 def write_shard(path: Path, examples: list[Example]) -> None:
@@ -40,7 +48,8 @@ def write_shard(path: Path, examples: list[Example]) -> None:
         "ids": torch.tensor([t for e in examples for t in e.ids], dtype=torch.int32),
         "prompt": torch.tensor([e.prompt for e in examples], dtype=torch.int32),
         "length": torch.tensor([len(e.ids) for e in examples], dtype=torch.int32),
-        "hidden": torch.cat([e.hidden for e in examples]),
+        "places": torch.tensor([len(e.states) for e in examples], dtype=torch.int32),
+        "states": torch.cat([e.states for e in examples]),
     }
     part = path.with_suffix(".part")
     save_file(shard, part, {"tasks": json.dumps([e.task for e in examples])})
@@ -55,12 +64,14 @@ def read_shards(folder: Path) -> Iterator[Example]:
                 tasks = json.loads(opened.metadata()["tasks"])
                 shard = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             prompts, lengths = shard["prompt"].tolist(), shard["length"].tolist()
-            answers = [n - p for n, p in zip(lengths, prompts, strict=True)]
-            ids, hidden = shard["ids"].split(lengths), shard["hidden"].split(answers)
+            ids = shard["ids"].split(lengths)
+            states = shard["states"].split(shard["places"].tolist())
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); delete it") from None
-        for task, row, prompt, states in zip(tasks, ids, prompts, hidden, strict=True):
-            yield Example(task, row.tolist(), prompt, states)
+            raise ValueError(
+                f"{path} is damaged or older than this parlay ({error}); delete it"
+            ) from None
+        for task, row, prompt, own in zip(tasks, ids, prompts, states, strict=True):
+            yield Example(task, row.tolist(), prompt, own)
 
 
 def batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:

@@ -17,9 +17,12 @@ from torch.nn import functional as F
 from parlay.engine.attention.sdpa import attend_by_gemm
 from parlay.engine.distill.examples import Example, read_shards, write_shard
 from parlay.engine.distill.llama import rotary, rotate
+from parlay.engine.distill.states import early_state
 from parlay.engine.linear import Linear, can_pack, make_linear
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
 
+PROMPT_STATES = DRAFT_WINDOW_TOKENS + 1  # a window's first token reads the state before it
 SLOTS = 128
 SHARD_EXAMPLES = 64
 TOP_K = 50
@@ -32,8 +35,9 @@ _Layer = tuple[Tensor, Linear, Linear, Tensor, Linear, Linear]
 class Job:
     """One prompt to answer; seed keys the draws of a temperature above 0.
 
-    out and states are filled: the answer, and for each of its tokens the target's last hidden state
-    before it, bf16 [hidden], from which the head makes that token's distribution.
+    out and states are filled: the answer, and the target's states bf16 [places, layers, hidden] in
+    pieces: the prompt's last PROMPT_STATES, then one for each token of the answer but the last.
+    From a place's last state the head makes the distribution of the token behind it.
     """
 
     task: str
@@ -54,10 +58,22 @@ class Job:
 
 
 class Decoder:
-    """A target with prepacked weights and room for SLOTS sequences of `longest` tokens."""
+    """A target with prepacked weights and room for SLOTS sequences of `longest` tokens.
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], longest: int) -> None:
+    state_layers: whose states it tells, ascending and ending in the last; empty: the last alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        longest: int,
+        state_layers: tuple[int, ...] = (),
+    ) -> None:
         self.config = config
+        self.state_layers = state_layers or (config.layers,)
+        assert list(self.state_layers) == sorted(set(self.state_layers))
+        assert self.state_layers[-1] == config.layers
         self.embedding = weights["model.embed_tokens.weight"].bfloat16()
         self.norm = weights["model.norm.weight"].bfloat16()
         self.head = _packed(weights.get("lm_head.weight", self.embedding))
@@ -67,7 +83,7 @@ class Decoder:
         self.cos, self.sin = rotary(config, longest, torch.bfloat16)
 
     def prefill(self, slot: int, ids: list[int]) -> Tensor:
-        """Fill a slot with a prompt; return the last hidden state [hidden]."""
+        """Fill a slot with a prompt; return its states [tokens, layers, hidden]."""
         length = len(ids)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,10 +93,10 @@ class Decoder:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out[0].transpose(0, 1)
 
-        return self._forward(torch.tensor(ids), torch.arange(length), attend)[-1]
+        return self._forward(torch.tensor(ids), torch.arange(length), attend)
 
     def step(self, ids: Tensor, at: Tensor) -> Tensor:
-        """Feed each slot its token at its place, i64 [SLOTS]; return states [SLOTS, hidden]."""
+        """Feed each slot its token at its place, i64 [SLOTS]; return [SLOTS, layers, hidden]."""
         c, slots = self.config, torch.arange(len(ids))
         longest = self.cache.shape[4]
         seen = torch.arange(longest) <= at[:, None]
@@ -98,13 +114,13 @@ class Decoder:
         return self._forward(ids, at, attend)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return f32 [n, vocab] of states [n, hidden]."""
-        return self.head(states).float()
+        """Return f32 [n, vocab] of states [n, layers, hidden]."""
+        return self.head(states[:, -1]).float()
 
     def _forward(
         self, ids: Tensor, at: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
-        c = self.config
+        c, states = self.config, []
         x = self.embedding[ids]
         cos, sin = self.cos[at][:, None], self.sin[at][:, None]
         for i, (norm, qkv, out, norm2, gate_up, down) in enumerate(self.layers):
@@ -114,7 +130,9 @@ class Decoder:
             x = x + out(mixed.reshape(len(x), -1))
             gate, up = gate_up(_rms(x, norm2, c.norm_eps)).chunk(2, -1)
             x = x + down(F.silu(gate) * up)
-        return _rms(x, self.norm, c.norm_eps)
+            if i + 1 in self.state_layers[:-1]:
+                states.append(early_state(x))
+        return torch.stack([*states, _rms(x, self.norm, c.norm_eps)], 1)
 
 
 def _layer(weights: Mapping[str, Tensor], i: int) -> _Layer:
@@ -151,12 +169,12 @@ def generate(
     slots: list[Job | None] = [None] * SLOTS
     ids, at = torch.zeros(SLOTS, dtype=torch.long), torch.zeros(SLOTS, dtype=torch.long)
 
-    def push(slot: int, state: Tensor, logits: Tensor) -> None:
+    def push(slot: int, states: Tensor, logits: Tensor) -> None:
         job = slots[slot]
         assert job is not None
         token = job.draw(logits)
         job.out.append(token)
-        job.states.append(state.clone())
+        job.states.append(states[-PROMPT_STATES:].clone())
         ids[slot] = token
         if token in decoder.config.eos_ids or len(job.out) >= new_tokens:
             finish(job)
@@ -166,8 +184,8 @@ def generate(
         for slot in range(SLOTS):
             while slots[slot] is None and (job := next(waiting, None)) is not None:
                 slots[slot], at[slot] = job, len(job.prompt)
-                state = decoder.prefill(slot, job.prompt)
-                push(slot, state, decoder.logits(state[None])[0])
+                states = decoder.prefill(slot, job.prompt)
+                push(slot, states, decoder.logits(states[-1:])[0])
         busy = [slot for slot, job in enumerate(slots) if job is not None]
         if not busy:
             return
@@ -175,7 +193,7 @@ def generate(
         logits = decoder.logits(states)
         for slot in busy:
             at[slot] += 1
-            push(slot, states[slot], logits[slot])
+            push(slot, states[slot : slot + 1], logits[slot])
 
 
 def answer(
@@ -206,7 +224,7 @@ def answer(
 
     def finish(job: Job) -> None:
         ids = [*job.prompt, *job.out]
-        ended.append(Example(job.task, ids, len(job.prompt), torch.stack(job.states)))
+        ended.append(Example(job.task, ids, len(job.prompt), torch.cat(job.states)))
         done(1)
         if len(ended) == SHARD_EXAMPLES:
             flush()

@@ -9,19 +9,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parlay.engine.distill.examples import Example
 from parlay.engine.distill.llama import Body, Layer, rotary, rotate
+from parlay.engine.distill.states import state_inputs
 
 DEPTH = 4
 
 
 @dataclass
 class Drafter:
-    """A draft as served: body, head [rows, hidden], ids i64 [rows], the target's embedding."""
+    """A draft as served: body, head [rows, hidden], ids i64 [rows], the target's embedding.
+
+    state_proj [hidden, state layers * target's hidden]: where it reads the target's states.
+    """
 
     body: Body
     head: Tensor
     ids: Tensor
     embedding: Tensor
+    state_proj: Tensor | None = None
+
+    def read(self, text: Tensor, states: Tensor | None) -> Tensor:
+        """Return the body's inputs [length, hidden] for a text whose every token was verified."""
+        x = self.embedding[text]
+        if self.state_proj is None:
+            return x
+        assert states is not None, "this draft reads the target's states"
+        return x + F.linear(state_inputs(states, len(text)), self.state_proj)
 
     def guess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest next token's id (the target's) and probability; x [n, hidden]."""
@@ -29,22 +43,30 @@ class Drafter:
         return self.ids[best], peak
 
 
-def accepted(drafter: Drafter, ids: list[int], prompt: int, depth: int = DEPTH) -> Tensor:
+def accepted(
+    drafter: Drafter,
+    ids: list[int],
+    prompt: int,
+    depth: int = DEPTH,
+    states: Tensor | None = None,
+) -> Tensor:
     """Return i64 [places]: tokens accepted of `depth` drafted, before each output of a text.
 
-    Places with fewer than `depth` outputs left are left out.
+    Places with fewer than `depth` outputs left are left out. states: see accepted_and_sure.
     """
-    return accepted_and_sure(drafter, ids, prompt, depth)[0]
+    return accepted_and_sure(drafter, ids, prompt, depth, states)[0]
 
 
 @torch.no_grad()
 def accepted_and_sure(
-    drafter: Drafter, ids: list[int], prompt: int, depth: int
+    drafter: Drafter, ids: list[int], prompt: int, depth: int, states: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `accepted` and f32 [places, depth]: the drafter's largest probability at each place.
 
     Every place drafts for itself: its guesses attend to the true text before it and to one another;
-    all places go through at once.
+    all places go through at once. states [places, layers, hidden]: the target's up to the last
+    token but one, for a draft that reads them; as served, it reads them beside the true text, and
+    nothing beside its guesses.
     """
     config = drafter.body.config
     text = torch.tensor(ids)
@@ -52,7 +74,7 @@ def accepted_and_sure(
     if not len(places):
         return torch.zeros(0, dtype=torch.long), torch.zeros(0, depth)
     cos, sin = rotary(config, len(ids) + depth, drafter.embedding.dtype)
-    x = drafter.embedding[text]
+    x = drafter.read(text, states)
     runs = []
     for layer in drafter.body.blocks():
         run = _Run(layer, places)
@@ -119,15 +141,15 @@ class _Run:
 
 
 def by_task(
-    drafter: Drafter, texts: Iterable[tuple[str, list[int], int]], done: Callable[[], None]
+    drafter: Drafter, texts: Iterable[Example], done: Callable[[], None]
 ) -> dict[str, list[float]]:
     """Return for each task the mean accepted tokens at k = 1..DEPTH over all positions.
 
-    texts: (task, ids, prompt tokens); done is called after each.
+    done is called after each text.
     """
     counts: dict[str, list[Tensor]] = {}
-    for task, ids, prompt in texts:
-        counts.setdefault(task, []).append(accepted(drafter, ids, prompt))
+    for e in texts:
+        counts.setdefault(e.task, []).append(accepted(drafter, e.ids, e.prompt, DEPTH, e.states))
         done()
     means: dict[str, list[float]] = {}
     for task, parts in counts.items():

@@ -6,7 +6,8 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from rich.table import Table
 
 from parlay.engine.distill.ask import TASK as ASKED_TASK
 from parlay.engine.distill.ask import asked
-from parlay.engine.distill.examples import read_shards, windowed
+from parlay.engine.distill.examples import Example, read_shards, windowed
 from parlay.engine.distill.generate import Decoder, Job, answer
 from parlay.engine.distill.held_out import held_out_prompts
-from parlay.engine.distill.llama import body_of, target_of
+from parlay.engine.distill.llama import Target, body_of, target_of
 from parlay.engine.distill.measure import DEPTH, Drafter, by_task
 from parlay.engine.distill.prompts import Prompt, training_prompts
+from parlay.engine.distill.states import state_layers, target_states
 from parlay.engine.distill.student import HEAD_ROWS, Student, frequent_ids, new_student
 from parlay.engine.distill.talk import talk_prompts
 from parlay.engine.distill.train import Progress as Stand
@@ -75,12 +77,14 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     folder = settings.model or default_model_dir()
     config, weights = load_checkpoint(folder)
     taught = settings.work / f"answers-{settings.seed}"
-    tokenizer, decoder = load_tokenizer(folder), lambda: Decoder(config, weights, LONGEST)
+    tokenizer, layers = load_tokenizer(folder), state_layers(config)
     with _bar(console, "ask prompts", settings.asked) as bar:
         path = settings.work / f"asked-{settings.seed}.jsonl"
+        decoder = partial(Decoder, config, weights, LONGEST)
         questions = asked(path, decoder, tokenizer, settings.asked, settings.seed, bar.add)
     jobs = _training_jobs(settings, tokenizer, questions)
     with _bar(console, "answer prompts", len(jobs)) as bar:
+        decoder = partial(Decoder, config, weights, LONGEST, layers)
         answer(decoder, jobs, TRAIN_NEW_TOKENS, taught, bar.add)
     target = target_of(config, weights, torch.bfloat16)
     examples = [windowed(e, DRAFT_WINDOW_TOKENS) for e in read_shards(taught)]
@@ -135,31 +139,38 @@ def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     settings.work.mkdir(parents=True, exist_ok=True)
     folder = settings.model or default_model_dir()
     config, weights = load_checkpoint(folder)
-    embedding = weights["model.embed_tokens.weight"]
-    sizes, own, ids = load_draft(out, embedding)
-    drafter = Drafter(
-        body_of(sizes, own, torch.bfloat16), own["lm_head.weight"], ids, embedding.bfloat16()
-    )
+    target = target_of(config, weights, torch.bfloat16)
+    drafter = _drafter(out, target.embedding)
     held_out = settings.work / "held-out"
     card = read_card(out)
     prompts = held_out_prompts(Path(os.environ["PARLAY_DATA"]), card.get("prompts", []))
     jobs = _jobs(load_tokenizer(folder), prompts)
     with _bar(console, "answer held-out prompts", len(jobs)) as bar:
-        answer(
-            lambda: Decoder(config, weights, LONGEST), jobs, MEASURE_NEW_TOKENS, held_out, bar.add
-        )
+        decoder = partial(Decoder, config, weights, LONGEST)
+        answer(decoder, jobs, MEASURE_NEW_TOKENS, held_out, bar.add)
     asked = {tuple(job.prompt) for job in jobs}
     answers = [e for e in read_shards(held_out) if tuple(e.ids[: e.prompt]) in asked]
-    # As the engine serves it: a draft begins a window before the first token it guesses.
-    answers = [windowed(e, DRAFT_WINDOW_TOKENS) for e in answers]
-    texts = [(e.task, e.ids, e.prompt) for e in answers]
-    with _bar(console, "draft at every position", len(texts)) as bar:
-        accepted = by_task(drafter, texts, bar.add)
+    layers = drafter.body.config.state_layers
+    with _bar(console, "draft at every position", len(answers)) as bar:
+        accepted = by_task(drafter, (_served(e, target, layers) for e in answers), bar.add)
     table = Table("task", *(f"k={k}" for k in range(1, DEPTH + 1)), title="accepted tokens, mean")
     for task, means in accepted.items():
         table.add_row(task, *(f"{m:.2f}" for m in means))
     Console().print(table)
     return {**card, "accepted": accepted}
+
+
+def _drafter(path: Path, embedding: torch.Tensor) -> Drafter:
+    """Read a draft's file, with or without states to read."""
+    sizes, own, ids = load_draft(path, embedding)
+    body = body_of(sizes, own, embedding.dtype)
+    return Drafter(body, own["lm_head.weight"], ids, embedding, own.get("state_proj.weight"))
+
+
+def _served(example: Example, target: Target, layers: tuple[int, ...]) -> Example:
+    """Return what the engine lets a draft read: a window, and the states of the whole text."""
+    states = target_states(target, example.ids[:-1], layers)
+    return windowed(replace(example, states=states), DRAFT_WINDOW_TOKENS)
 
 
 def _training_jobs(

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parlay.engine.distill.llama import Body, Target
+from parlay.engine.distill.states import state_layers
 from parlay.engine.model_config import ModelConfig
 
 LAYERS = 2  # copied from the target's first: they need far fewer tokens than random ones
-HEAD_ROWS = 8192
+HEAD_ROWS = 7168
 CHUNK_ROWS = 512
 DROPOUT = 0.1  # the same answers are read several times
 ARGMAX_SHARE = 0.2  # of each label goes to the target's first choice, which greedy decoding emits
@@ -23,39 +24,56 @@ ARGMAX_SHARE = 0.2  # of each label goes to the target's first choice, which gre
 
 @dataclasses.dataclass
 class Student:
-    """A draft in training: body, head [rows, hidden], vocab i64 [rows], the target's ids."""
+    """A draft in training: body, head [rows, hidden], vocab i64 [rows], the target's ids.
+
+    state_proj [hidden, state layers * target's hidden] of the target's states that it reads.
+    """
 
     body: Body
     head: nn.Parameter
     vocab: Tensor
+    state_proj: nn.Parameter
+
+    def hidden(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """Return normed states [rows, length, hidden] of tokens' embeddings and target's states.
+
+        states [rows, length, state layers * target's hidden]: of the place before each token.
+        """
+        normed: Tensor = self.body(embedded + F.linear(states, self.state_proj))
+        return normed
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights by the names of the shipped file."""
         own: dict[str, Tensor] = {f"model.{n}": p for n, p in self.body.named_parameters()}
-        return {**own, "lm_head.weight": self.head}
+        return {**own, "lm_head.weight": self.head, "state_proj.weight": self.state_proj}
 
 
 def frequent_ids(texts: Iterable[list[int]], rows: int = HEAD_ROWS) -> Tensor:
-    """Return the ids that stand in the most texts, ascending, i64 [rows or fewer]."""
+    """Return the ids that come most often in texts, ascending, i64 [rows or fewer]."""
     counts: Counter[int] = Counter()
     for text in texts:
-        counts.update(set(text))
+        counts.update(text)
     return torch.tensor(sorted(t for t, _ in counts.most_common(rows)))
 
 
 def new_student(target: Target, vocab: Tensor, layers: int = LAYERS) -> Student:
-    """Start from the target's first layers, its final norm and its head's rows."""
+    """Start from the target's first layers, its final norm and head's rows, reading no states."""
     config = student_config(target.body.config, len(vocab), layers)
     body = Body(config, DROPOUT)
     for own, source in zip(body.layers, target.body.layers, strict=False):
         own.load_state_dict(source.state_dict())
     body.norm.load_state_dict(target.body.norm.state_dict())
-    return Student(body.bfloat16(), nn.Parameter(target.head[vocab].bfloat16()), vocab)
+    head = nn.Parameter(target.head[vocab].bfloat16())
+    read = len(config.state_layers) * target.body.config.hidden
+    state_proj = nn.Parameter(torch.zeros(config.hidden, read, dtype=torch.bfloat16))
+    return Student(body.bfloat16(), head, vocab, state_proj)
 
 
 def student_config(target: ModelConfig, rows: int, layers: int) -> ModelConfig:
-    """Return the draft's sizes: the target's, but for depth and vocabulary."""
-    return dataclasses.replace(target, layers=layers, vocab=rows, tied=False, eos_ids=())
+    """Return the draft's sizes: the target's, but for depth, vocabulary and what it reads."""
+    return dataclasses.replace(
+        target, layers=layers, vocab=rows, tied=False, eos_ids=(), state_layers=state_layers(target)
+    )
 
 
 class DistilledHead(torch.autograd.Function):

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from parlay.engine.distill.examples import Example, batches, padded
 from parlay.engine.distill.llama import Target
+from parlay.engine.distill.states import known_places, state_inputs
 from parlay.engine.distill.student import Student, distilled
 
 BATCH_TOKENS = 2048  # small: at this scale more steps beat larger batches
 BUCKET_SEQUENCES = 1024
 PEAK_RATE = 3e-3
 HEAD_SHARE = 0.15  # of the rate, for the weights that AdamW trains
+STATE_SHARE = 0.3  # of the rate, for what reads states, which are far larger than embeddings
 WARM_UP = 0.03
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
@@ -49,11 +51,13 @@ class Progress:
 class Batch:
     """Some examples, padded.
 
-    ids i64 [rows, longest]; at i64 [n]: flat places that predict an output; taught [n, hidden];
-    weight f32 [n]: 0 where the output is not in the student's vocabulary.
+    ids i64 [rows, longest]; states [rows, longest, layers * hidden]: the target's that are read
+    beside them; at i64 [n]: flat places that predict an output; taught [n, hidden]; weight f32 [n]:
+    0 where the output is not in the student's vocabulary.
     """
 
     ids: Tensor
+    states: Tensor
     at: Tensor
     taught: Tensor
     weight: Tensor
@@ -73,20 +77,31 @@ def epoch(examples: list[Example], known: Tensor, seed: int) -> Iterator[Batch]:
         groups += [[bucket[i] for i in group] for group in batches(lengths, BATCH_TOKENS)]
     rng.shuffle(groups)
     for group in groups:
-        yield _batch([examples[i] for i in group], known)
+        yield _batch([examples[i] for i in group], known, rng)
 
 
-def _batch(rows: list[Example], known: Tensor) -> Batch:
+def _batch(rows: list[Example], known: Tensor, rng: random.Random) -> Batch:
     ids = padded([e.ids[:-1] for e in rows])
     width = ids.shape[1]
     places = [torch.arange(e.prompt - 1, len(e.ids) - 1) + r * width for r, e in enumerate(rows)]
     wanted = torch.tensor([t for e in rows for t in e.ids[e.prompt :]])
     taught = torch.cat([e.hidden for e in rows])
-    return Batch(ids, torch.cat(places), taught, known[wanted].float())
+    states = _read_states(rows, width, rng)
+    return Batch(ids, states, torch.cat(places), taught, known[wanted].float())
+
+
+def _read_states(rows: list[Example], width: int, rng: random.Random) -> Tensor:
+    """Return [rows, width, layers * hidden], without those of random places of the answers."""
+    read = rows[0].states.new_zeros(len(rows), width, rows[0].states[0].numel())
+    for own, example in zip(read, rows, strict=True):
+        tokens = len(example.ids) - 1
+        own[:tokens] = state_inputs(example.states[:-1], tokens)
+        own[example.prompt : tokens] *= known_places(tokens - example.prompt, rng)[:, None]
+    return read
 
 
 class Optimizer:
-    """Float32 masters of the student's weights: Muon for the layers' matrices, AdamW for the rest.
+    """Float32 masters of the student's weights: Muon for all matrices but the head's, else AdamW.
 
     At equal time Muon was far ahead of AdamW alone.
     """
@@ -95,12 +110,14 @@ class Optimizer:
         named = student.tensors()
         self.live = list(named.values())
         self.master = [p.detach().float().clone() for p in self.live]
-        matrix = [".layers." in name and p.dim() == 2 for name, p in named.items()]
-        pairs = list(zip(self.master, matrix, strict=True))
-        rest, layers = ([m for m, is_matrix in pairs if is_matrix == s] for s in (False, True))
+        groups: dict[float, list[Tensor]] = {HEAD_SHARE: [], 1.0: [], STATE_SHARE: []}
+        for name, master in zip(named, self.master, strict=True):
+            groups[_share(name, master)].append(master)
+        adam = torch.optim.AdamW(groups[HEAD_SHARE], betas=(0.9, 0.98), weight_decay=0.0)
         self.parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0), HEAD_SHARE),
-            (_muon(layers), 1.0),
+            (adam, HEAD_SHARE),
+            (_muon(groups[1.0]), 1.0),
+            (_muon(groups[STATE_SHARE]), STATE_SHARE),
         ]
 
     def step(self, rate: float) -> None:
@@ -120,6 +137,13 @@ class Optimizer:
         """Copy the masters to the live weights."""
         for live, master in zip(self.live, self.master, strict=True):
             live.copy_(master)
+
+
+def _share(name: str, weight: Tensor) -> float:
+    """Return a weight's share of the rate, which tells its optimizer too."""
+    if name == "state_proj.weight":
+        return STATE_SHARE
+    return 1.0 if ".layers." in name and weight.dim() == 2 else HEAD_SHARE
 
 
 def _muon(matrices: list[Tensor]) -> torch.optim.Optimizer:
@@ -182,7 +206,7 @@ def learn(
     student: Student, target: Target, batch: Batch, teacher_head: Tensor
 ) -> tuple[float, float]:
     """Leave the gradients of one batch; return its mean loss and agreement."""
-    hidden = student.body(target.embedding[batch.ids]).flatten(0, 1)[batch.at]
+    hidden = student.hidden(target.embedding[batch.ids], batch.states).flatten(0, 1)[batch.at]
     total = batch.weight.sum().clamp_min(1.0)
     sums = distilled(hidden, student.head, batch.taught, teacher_head, batch.weight)
     means = sums / total

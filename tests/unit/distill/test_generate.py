@@ -7,11 +7,14 @@ import torch
 from tests.unit.distill.tiny_target import CONFIG, tiny_target, tiny_weights
 
 from parlay.engine.distill.examples import Example, batches, read_shards, write_shard
-from parlay.engine.distill.generate import Decoder, Job, answer, generate
+from parlay.engine.distill.generate import PROMPT_STATES, Decoder, Job, answer, generate
+from parlay.engine.distill.states import target_states
+
+LAYERS = (1, 3)
 
 
 def decoder() -> Decoder:
-    return Decoder(CONFIG, tiny_weights(), longest=64)
+    return Decoder(CONFIG, tiny_weights(), 100, LAYERS)
 
 
 def jobs(count: int, temperature: float = 0.0) -> list[Job]:
@@ -30,13 +33,29 @@ def test_states_are_those_of_a_pass_over_the_whole_text() -> None:
     for job in ended[::10]:
         assert len(job.states) == len(job.out) <= 12
         assert 1 not in job.out[:-1]
-        ids = torch.tensor([job.prompt + job.out[:-1]])
-        hidden = target.body(target.embedding[ids])[0, len(job.prompt) - 1 :]
-        torch.testing.assert_close(torch.stack(job.states), hidden, atol=0.2, rtol=0.05)
+        states = torch.cat(job.states)
+        wanted = target_states(target, job.prompt + job.out[:-1], LAYERS)
+        torch.testing.assert_close(states, wanted, atol=0.2, rtol=0.05)
         # A single place may be off by bf16's rounding of scores; on the whole they agree closely.
-        assert float((torch.stack(job.states) - hidden).float().abs().mean()) < 0.03
-        logits = (torch.stack(job.states) @ target.head.T).float()
+        assert float((states - wanted).float().abs().mean()) < 0.03
+        logits = (states[len(job.prompt) - 1 :, -1] @ target.head.T).float()
         assert logits.argmax(-1).tolist() == job.out
+
+
+def test_of_a_long_prompt_the_states_a_window_needs_are_kept() -> None:
+    ended: list[Job] = []
+    prompt = torch.randint(2, 48, (80,), generator=torch.Generator().manual_seed(6)).tolist()
+    generate(decoder(), [Job("t", prompt, 0.0, 0)], 5, ended.append)
+    states = torch.cat(ended[0].states)
+    assert PROMPT_STATES == 65
+    assert len(states) == PROMPT_STATES + len(ended[0].out) - 1
+    wanted = target_states(tiny_target(), prompt + ended[0].out[:-1], LAYERS)[-len(states) :]
+    assert float((states - wanted).float().abs().mean()) < 0.03
+
+
+def test_alone_the_last_states_are_told() -> None:
+    plain = Decoder(CONFIG, tiny_weights(), 100)
+    torch.testing.assert_close(plain.prefill(0, [5, 6, 7]), decoder().prefill(0, [5, 6, 7])[:, 1:])
 
 
 def test_draws_do_not_depend_on_the_batch() -> None:
@@ -69,13 +88,13 @@ def never() -> Decoder:
 
 def test_shards_keep_their_examples(tmp_path: Path) -> None:
     examples = [
-        Example("chat", [1, 2, 3], 1, torch.randn(2, 4).bfloat16()),
-        Example("code", [4, 5, 6, 7], 3, torch.randn(1, 4).bfloat16()),
+        Example("chat", [1, 2, 3], 1, torch.randn(2, 2, 4).bfloat16()),
+        Example("code", [4, 5, 6, 7], 3, torch.randn(3, 2, 4).bfloat16()),
     ]
     write_shard(tmp_path / "0.safetensors", examples)
     for old, new in zip(examples, read_shards(tmp_path), strict=True):
         assert (new.task, new.ids, new.prompt) == (old.task, old.ids, old.prompt)
-        assert torch.equal(new.hidden, old.hidden)
+        assert torch.equal(new.states, old.states)
 
 
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:

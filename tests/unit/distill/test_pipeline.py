@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from parlay.engine.distill.cli import distill_draft
 from parlay.engine.distill.held_out import HELD_OUT_SEED, held_out_prompts
 from parlay.engine.distill.prompts import training_prompts
 from parlay.engine.distill.talk import SHAPES, talk_prompts
-from parlay.engine.draft_format import load_draft, read_card
+from parlay.engine.draft_format import load_draft, read_card, save_draft
 from parlay.engine.model_config import ModelConfig
 
 SIZES = ModelConfig(
@@ -92,11 +93,22 @@ def test_from_a_target_to_a_measured_draft(model: Path, tmp_path: Path) -> None:
         assert means == sorted(means)
         assert 0 <= means[0] <= 1
         assert means[3] <= 4
-    config, _, ids = load_draft(out, tiny_weights(config=SIZES)["model.embed_tokens.weight"])
-    assert (config.layers, config.vocab) == (2, len(ids))
-    again = call(*common, "--measure-only")
-    assert again.exit_code == 0, again.output
-    assert json.loads(figures.read_text(encoding="utf-8"))["accepted"] == card["accepted"]
+    embedding = tiny_weights(config=SIZES)["model.embed_tokens.weight"]
+    config, weights, ids = load_draft(out, embedding)
+    assert (config.layers, config.vocab, config.state_layers) == (2, len(ids), (1, 3))
+
+    def measured_again() -> object:
+        again = call(*common, "--measure-only")
+        assert again.exit_code == 0, again.output
+        return json.loads(figures.read_text(encoding="utf-8"))["accepted"]
+
+    assert measured_again() == card["accepted"]
+    stateless = dataclasses.replace(config, state_layers=())
+    save_draft(out, stateless, weights, ids, embedding, read_card(out))
+    without = measured_again()
+    weights["state_proj.weight"].zero_()
+    save_draft(out, config, weights, ids, embedding, read_card(out))
+    assert measured_again() == without != card["accepted"]
 
 
 def complaint(result: Result) -> str:

@@ -8,7 +8,7 @@ from tests.unit.distill.tiny_target import CONFIG, tiny_target, tiny_weights
 from torch.nn import functional as F
 
 from parlay.engine.distill import train as training
-from parlay.engine.distill.examples import Example
+from parlay.engine.distill.examples import Example, windowed
 from parlay.engine.distill.generate import Decoder, Job, generate
 from parlay.engine.distill.llama import Target
 from parlay.engine.distill.student import ARGMAX_SHARE, distilled, frequent_ids, new_student
@@ -29,8 +29,8 @@ def examples() -> list[Example]:
         Job("t", torch.randint(2, 48, (4,), generator=rng).tolist(), 0.0, i) for i in range(120)
     ]
     ended: list[Job] = []
-    generate(Decoder(CONFIG, tiny_weights(), 32), jobs, 16, ended.append)
-    return [Example("t", [*j.prompt, *j.out], 4, torch.stack(j.states)) for j in ended]
+    generate(Decoder(CONFIG, tiny_weights(), 32, (1, 3)), jobs, 16, ended.append)
+    return [Example("t", [*j.prompt, *j.out], 4, torch.cat(j.states)) for j in ended]
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
@@ -63,6 +63,35 @@ def test_batches_teach_each_output_at_the_place_before_it(examples: list[Example
     assert seen == sum(len(e.hidden) for e in examples)
 
 
+def test_each_place_reads_the_states_before_it_where_they_are_known() -> None:
+    prompt, length = 10, 40
+    place = torch.arange(length - 1.0)
+    # At place i of the text the layers' states are i + 1 and -i - 1: none 0, as what is not known.
+    states = (place + 1)[:, None, None] * torch.tensor([1.0, -1.0])[:, None].expand(-1, 3)
+    example = windowed(Example("t", list(range(length)), prompt, states), 4)
+    start = prompt - 4
+    masked: list[bool] = []
+    for seed in range(20):
+        batch = next(epoch([example], torch.ones(48, dtype=torch.bool), seed))
+        assert batch.ids[0].tolist() == list(range(start, length - 1))
+        for token, read in zip(batch.ids[0].tolist(), batch.states[0], strict=True):
+            assert read.shape == (6,)
+            if token >= prompt:
+                masked.append(not read.any())
+            if token < prompt or read.any():
+                assert read.tolist() == [token] * 3 + [-token] * 3
+        # Taught is the last state of the place that predicts: of its own token.
+        own = batch.ids.flatten()[batch.at] + 1
+        assert torch.equal(batch.taught, -own[:, None].expand(-1, 3).float())
+    assert 0.2 < sum(masked) / len(masked) < 0.6
+
+
+def test_the_first_token_of_a_text_has_no_states_before_it() -> None:
+    example = Example("t", [4, 5, 6, 7], 3, torch.ones(3, 1, 2))
+    batch = next(epoch([example], torch.ones(48, dtype=torch.bool), 0))
+    assert batch.states[0].tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
 def test_training_teaches_the_target(target: Target, examples: list[Example]) -> None:
     vocab = frequent_ids((e.ids[e.prompt :] for e in examples), 40)
     student, known = new_student(target, vocab, 2), torch.zeros(48, dtype=torch.bool)
@@ -72,6 +101,7 @@ def test_training_teaches_the_target(target: Target, examples: list[Example]) ->
         batch = next(epoch(examples, known, turn))
         stands.append(learn(student, target, batch, target.head[vocab]))
         optimizer.step(1e-2)
+    assert bool(student.state_proj.any())
     (first_loss, first_agreed), (loss, agreed) = stands[0], stands[-1]
     assert loss < first_loss - 0.1
     assert agreed > first_agreed + 0.1
@@ -123,5 +153,5 @@ def test_rate_warms_up_and_falls_to_nothing() -> None:
     assert rates[-1] < 1e-9
 
 
-def test_frequent_ids_count_texts_not_tokens() -> None:
-    assert frequent_ids([[5, 5, 5, 5], [3, 2], [3, 2], [2]], 2).tolist() == [2, 3]
+def test_frequent_ids_count_tokens_not_texts() -> None:
+    assert frequent_ids([[5, 5, 5, 5], [3, 2], [3, 2], [2]], 2).tolist() == [2, 5]
