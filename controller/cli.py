@@ -15,8 +15,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from parlay.controller.audit import Audit
 from parlay.controller.host import Host
+from parlay.controller.learned_states import read_snapshot
 from parlay.controller.log import StepLog
+from parlay.controller.service import check_private
 from parlay.controller.service import serve as serve_host
 from parlay.policies.decision_log import LogSettings
 
@@ -37,20 +40,38 @@ def serve(
         Path | None, typer.Option(help="write the decision log into this folder")
     ] = None,
     log_sample: Annotated[float, typer.Option(help="share of requests to log, 0 to 1")] = 1.0,
+    admin: Annotated[
+        str | None, typer.Option(help="where parlay admin is served: unix:/path or 127.0.0.1:port")
+    ] = None,
+    audit: Annotated[
+        Path | None, typer.Option(help="write who changed what into this file, JSON lines")
+    ] = None,
+    snapshots: Annotated[
+        Path | None, typer.Option(help="the folder for parlay admin snapshot")
+    ] = None,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="let new engines start from this snapshot")
+    ] = None,
 ) -> None:
     """Serve speculation plans to engines; SIGTERM drains and ends."""
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
     try:
-        host = Host(policy, parse_settings(settings or []))
+        warm = None if warm_start is None else read_snapshot(warm_start)
+        host = Host(policy, parse_settings(settings or []), warm=warm)
+        if admin is not None:
+            check_private(admin)
+            claim(admin)
         claim(listen)
         with contextlib.ExitStack() as stack:
             if log is not None:
                 kept = StepLog(log, policy, LogSettings(sample_rate=log_sample))
                 host.keep = stack.enter_context(kept).put
-            asyncio.run(_run(host, listen))
+            asyncio.run(_run(host, listen, admin, Audit(audit), snapshots))
     except (OSError, ValueError) as error:
         _fail(str(error))
     release(listen)
+    if admin is not None:
+        release(admin)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, str]:
@@ -127,7 +148,9 @@ def _listens(path: Path) -> bool:
         return True
 
 
-async def _run(host: Host, listen: str) -> None:
+async def _run(
+    host: Host, listen: str, admin: str | None, audit: Audit, snapshots: Path | None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -138,7 +161,9 @@ async def _run(host: Host, listen: str) -> None:
         # Unbuffered: what could not be written must not be tried again, and complained of, at exit.
         os.write(sys.stdout.fileno(), line.encode())
 
-    await serve_host(host, listen, ready, stop)
+    await serve_host(
+        host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
+    )
 
 
 def _fail(text: str) -> NoReturn:

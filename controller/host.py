@@ -6,13 +6,16 @@ Pure: structs in, structs out. Whoever calls it does so from one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 
-from parlay.controller.heard import HeardStep, Waiting
-from parlay.policies.policy import EngineLimits, Policy, make_policy
+from parlay.controller.heard import HeardStep
+from parlay.controller.learned_states import Snapshot
+from parlay.controller.lifecycle import Lifecycle, UnknownEngine
+from parlay.controller.session import Counts, Session, spec_of
 from parlay.policies.types import BatchView, Plan, StepOutcome
 from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
+
+__all__ = ["Counts", "Full", "Host", "Session", "Superseded", "UnknownEngine", "UnknownVersion"]
 
 MAX_SESSIONS = 256
 """Engines remembered; the one that left longest ago makes room for a new one."""
@@ -23,10 +26,6 @@ class UnknownVersion(ValueError):
     """The engine speaks a protocol version that is not spoken here."""
 
 
-class UnknownEngine(ValueError):
-    """No Hello was heard from this engine."""
-
-
 class Superseded(ValueError):
     """Another stream said hello with this engine's id."""
 
@@ -35,36 +34,11 @@ class Full(ValueError):
     """Every remembered engine is connected."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a session has seen: outcomes learned from, ignored (repeated or out of order), plans."""
-
-    outcomes: int = 0
-    ignored_outcomes: int = 0
-    plans: int = 0
-    ignored_views: int = 0
-    hellos: int = 0
-
-
-@dataclass(slots=True)
-class Session:
-    """One engine: its policy, how far its history was heard, and the stream that steers it."""
-
-    policy: Policy
-    limits: EngineLimits
-    run_id: int
-    stream: int = 0
-    last_outcome: int = -1
-    last_view: int = -1
-    counts: Counts = field(default_factory=Counts)
-    engine_id: str = ""
-    waiting: Waiting = field(default_factory=Waiting)
-
-
 class Host:
     """Keeps a session for each engine; raises ValueError where policy or settings are unknown.
 
     keep: gets every step whose view and outcome were heard; it must not raise nor take long.
+    warm: what engines that are new start from.
     """
 
     def __init__(
@@ -72,13 +46,17 @@ class Host:
         policy: str,
         settings: Mapping[str, str] | None = None,
         keep: Callable[[HeardStep], None] | None = None,
+        warm: Snapshot | None = None,
     ) -> None:
-        self.policy = policy
-        self.settings = dict(settings or {})
-        self.keep = keep
+        self.keep, self.warm = keep, warm
         self.sessions: dict[str, Session] = {}
+        self.lifecycle = Lifecycle(spec_of(policy, settings), self.sessions)
         self._streams = count(1)
-        make_policy(policy, self.settings)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that is active, engines with one of their own left out."""
+        return self.lifecycle.standing.spec.name
 
     def new_stream(self) -> int:
         """Return a number for a stream, to pass to `hello`."""
@@ -97,16 +75,16 @@ class Host:
             if session is not None:
                 session.stream = _REPLACED
             self._make_room()
-            policy = make_policy(self.policy, self.settings, hello.limits)
-            session = Session(policy, hello.limits, hello.run_id, engine_id=hello.engine_id)
+            session = self._new(hello)
         self.sessions[hello.engine_id] = session
+        if not resumed:
+            self.lifecycle.join(session)
         if session.run_id != hello.run_id:
-            session.run_id, session.last_outcome, session.last_view = hello.run_id, -1, -1
-            session.waiting = Waiting()
+            session.restart(hello.run_id)
         session.stream = stream or session.stream
         session.counts.hellos += 1
         last = session.last_outcome if session.last_outcome >= 0 else None
-        return session, Welcome(self.policy, resumed, last)
+        return session, Welcome(session.spec.name, resumed, last)
 
     def report(self, session: Session, stream: int, report: StepReport) -> Plan | None:
         """Learn from the outcome, then decide on the view; None: there is nothing to decide."""
@@ -123,11 +101,15 @@ class Host:
             return False
         session.last_outcome = outcome.step_id
         session.counts.outcomes += 1
-        if self.keep is not None:
+        step = None
+        if self.keep is not None or session.trials:
             step = session.waiting.step_of(session.engine_id, outcome)
-            if step is not None:
+            if step is not None and self.keep is not None:
                 self.keep(step)
-        session.policy.observe(outcome)
+        if session.trials:
+            self.lifecycle.observe(session, outcome, step)
+        else:
+            session.policy.observe(outcome)
         return True
 
     def decide(self, session: Session, view: BatchView) -> Plan | None:
@@ -137,8 +119,12 @@ class Host:
             return None
         session.last_view = view.step_id
         session.counts.plans += 1
-        plan = session.policy.decide(view)
-        if self.keep is not None:
+        if not session.trials:
+            plan = session.policy.decide(view)
+        else:
+            plan = self.lifecycle.decide(session, view)
+        session.state_version = plan.state_version
+        if self.keep is not None or session.trials:
             session.waiting.decided(view, plan)
         return plan
 
@@ -153,6 +139,14 @@ class Host:
         """Note that a stream has ended; what was learned stays."""
         if session.stream == stream:
             session.stream = 0
+
+    def _new(self, hello: Hello) -> Session:
+        """Return a session of the active policy, started from the snapshot where one fits."""
+        spec = self.lifecycle.standing.of(hello.engine_id)
+        policy = spec.make(hello.limits)
+        if self.warm is not None:
+            policy = self.warm.warmed(policy, spec, hello.limits, hello.engine_id)
+        return Session(policy, hello.limits, hello.run_id, engine_id=hello.engine_id, spec=spec)
 
     def _make_room(self) -> None:
         if len(self.sessions) < MAX_SESSIONS:

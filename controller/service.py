@@ -1,19 +1,29 @@
-"""The wire side of the controller: PolicyService over a Host, and its life from bind to drain."""
+"""The wire side of the controller: PolicyService over a Host, and its life from bind to drain.
+
+AdminService, where it is asked for, has a listener of its own (`admin.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from parlay.controller.admin import AdminServicer
+from parlay.controller.audit import Audit
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
 from parlay.protos import codec
+from parlay.v1 import admin_pb2_grpc
 
 SERVICE = "parlay.v1.PolicyService"
+ADMIN_SERVICE = "parlay.v1.AdminService"
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
@@ -22,7 +32,15 @@ OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 )
+ADMIN_OPTIONS = (("grpc.so_reuseport", 0),)
+
+
+class Draining(ValueError):
+    """No new streams are taken, or this one had its grace."""
+
+
 STATUS = {
+    Draining: grpc.StatusCode.UNAVAILABLE,
     UnknownVersion: grpc.StatusCode.FAILED_PRECONDITION,
     UnknownEngine: grpc.StatusCode.NOT_FOUND,
     Superseded: grpc.StatusCode.ABORTED,
@@ -39,25 +57,56 @@ class Servicer:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.draining = False
+        self._cut = False
+        self._open: set[asyncio.Task[Any]] = set()
+
+    def drain(self, grace_s: float) -> int:
+        """Refuse new streams, cut the open ones after `grace_s`; return how many are open."""
+        self.draining = True
+        asyncio.get_running_loop().call_later(grace_s, self._cut_all)
+        return len(self._open)
+
+    def _cut_all(self) -> None:
+        self._cut = True
+        for task in tuple(self._open):
+            task.cancel()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Count the stream of this task while it is open; raises Draining."""
+        if self.draining:
+            raise Draining("the controller is draining: come back later")
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._cut:
+                raise
+            raise Draining("the controller is draining, and the time to leave is over") from None
+        finally:
+            self._open.discard(task)
 
     async def steer(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """Serve one engine until it leaves."""
         session: Session | None = None
         stream = self.host.new_stream()
         try:
-            async for data in requests:
-                request = codec.decode_request(data)
-                if isinstance(request, codec.Bye):
-                    return
-                if isinstance(request, codec.Hello):
-                    session, welcome = self.host.hello(request, stream)
-                    yield codec.encode_response(welcome)
-                elif session is None:
-                    raise ValueError("the first message on a stream must be a hello")
-                elif (plan := self.host.report(session, stream, request)) is not None:
-                    yield codec.encode_response(plan)
-                if self.draining:
-                    yield codec.encode_response(codec.Config(draining=True))
+            with self._opened():
+                async for data in requests:
+                    request = codec.decode_request(data)
+                    if isinstance(request, codec.Bye):
+                        return
+                    if isinstance(request, codec.Hello):
+                        session, welcome = self.host.hello(request, stream)
+                        yield codec.encode_response(welcome)
+                    elif session is None:
+                        raise ValueError("the first message on a stream must be a hello")
+                    elif (plan := self.host.report(session, stream, request)) is not None:
+                        yield codec.encode_response(plan)
+                    if self.draining:
+                        yield codec.encode_response(codec.Config(draining=True))
         except Exception as error:
             await _abort(context, error)
         finally:
@@ -113,22 +162,34 @@ async def serve(
     ready: Callable[[str], None],
     stop: asyncio.Event,
     grace_s: float = 2.0,
+    admin_target: str | None = None,
+    audit: Audit | None = None,
+    snapshots: Path | None = None,
 ) -> None:
     """Serve at `target` (unix:/path or host:port) until `stop`, then drain for at most `grace_s`.
 
-    Calls `ready` with the address that is served. Raises OSError where it cannot be bound.
+    admin_target: where AdminService listens, None nowhere; audit, snapshots: see `AdminServicer`.
+    Calls `ready` with the address that is served. Raises OSError where one cannot be bound,
+    ValueError where admin_target can be reached from other hosts.
     """
     server = grpc.aio.server(options=OPTIONS)
     servicer = Servicer(host)
     checker = health.aio.HealthServicer()
     server.add_generic_rpc_handlers((servicer.handler(),))
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    try:
-        port = server.add_insecure_port(target)
-    except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {target}: in use, or not an address of this host"
-        ) from error
+    port = _bind(server, target)
+    tasks: set[asyncio.Task[None]] = set()
+
+    def drain(after_s: float) -> int:
+        tasks.add(asyncio.ensure_future(checker.enter_graceful_shutdown()))
+        return servicer.drain(after_s)
+
+    people = None
+    if admin_target is not None:
+        people = _admin_server(
+            AdminServicer(host, audit or Audit(), drain, snapshots), admin_target
+        )
+        await people.start()
     await server.start()
     for name in ("", SERVICE):
         await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -139,3 +200,41 @@ async def serve(
         await checker.enter_graceful_shutdown()
     finally:
         await server.stop(grace_s)
+        if people is not None:
+            await people.stop(grace_s)
+
+
+def _bind(server: grpc.aio.Server, target: str) -> int:
+    """Bind a server; return its port. Raises OSError."""
+    try:
+        return server.add_insecure_port(target)
+    except RuntimeError as error:
+        raise OSError(
+            f"cannot listen on {target}: in use, or not an address of this host"
+        ) from error
+
+
+def _admin_server(servicer: AdminServicer, target: str) -> grpc.aio.Server:
+    """Return a server of AdminService, bound where only this host, or this user, can reach it."""
+    check_private(target)
+    server = grpc.aio.server(options=ADMIN_OPTIONS)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    _bind(server, target)
+    if target.startswith("unix:"):
+        # Bound, but not listening before `start`: nobody can have connected.
+        Path(target.removeprefix("unix://").removeprefix("unix:")).chmod(0o600)
+    return server
+
+
+def check_private(target: str) -> None:
+    """Raise ValueError where other hosts could reach an address: admin asks for no password."""
+    if target.startswith("unix:"):
+        return
+    name = target.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):
+        if name == "localhost" or ipaddress.ip_address(name).is_loopback:
+            return
+    raise ValueError(
+        f"admin cannot listen on {target}: it asks for no password, so give it unix:/path or a port"
+        " of 127.0.0.1"
+    )

@@ -98,6 +98,9 @@ class PolicyStatus(google.protobuf.message.Message):
     SHARE_FIELD_NUMBER: builtins.int
     STATE_VERSION_FIELD_NUMBER: builtins.int
     DECISIONS_FIELD_NUMBER: builtins.int
+    SWITCH_BACK_FIELD_NUMBER: builtins.int
+    EVIDENCE_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     stage: global___Stage.ValueType
     """Where it stands."""
     share: builtins.float
@@ -106,9 +109,17 @@ class PolicyStatus(google.protobuf.message.Message):
     """Its version of what it has learned."""
     decisions: builtins.int
     """Steps it has decided for."""
+    switch_back: builtins.bool
+    """Its speed is compared with the active policy's by switch-back blocks."""
+    ended: builtins.str
+    """Why its last trial ended; empty: it has had none, or is on trial."""
     @property
     def spec(self) -> global___PolicySpec:
         """The policy."""
+
+    @property
+    def evidence(self) -> global___TrialEvidence:
+        """What was measured of a policy that is shadowed or on canary; absent for others."""
 
     def __init__(
         self,
@@ -118,11 +129,145 @@ class PolicyStatus(google.protobuf.message.Message):
         share: builtins.float = ...,
         state_version: builtins.int = ...,
         decisions: builtins.int = ...,
+        switch_back: builtins.bool = ...,
+        evidence: global___TrialEvidence | None = ...,
+        ended: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["decisions", b"decisions", "share", b"share", "spec", b"spec", "stage", b"stage", "state_version", b"state_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["evidence", b"evidence", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["decisions", b"decisions", "ended", b"ended", "evidence", b"evidence", "share", b"share", "spec", b"spec", "stage", b"stage", "state_version", b"state_version", "switch_back", b"switch_back"]) -> None: ...
 
 global___PolicyStatus = PolicyStatus
+
+@typing.final
+class TrialEvidence(google.protobuf.message.Message):
+    """What was measured of a candidate since its trial began or the active policy changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPARED_ROWS_FIELD_NUMBER: builtins.int
+    AGREEMENT_FIELD_NUMBER: builtins.int
+    ACTIVE_MEAN_K_FIELD_NUMBER: builtins.int
+    CANDIDATE_MEAN_K_FIELD_NUMBER: builtins.int
+    SPEED_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    LOST_MS_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    NO_VALUE_FIELD_NUMBER: builtins.int
+    compared_rows: builtins.int
+    """Rows for which both policies decided, those that could not draft left out."""
+    agreement: builtins.float
+    """Share of them in which both chose the same proposer and k; nan: none yet."""
+    active_mean_k: builtins.float
+    """Mean k of the active policy there; nan: none yet."""
+    candidate_mean_k: builtins.float
+    """Mean k of the candidate there; nan: none yet."""
+    lost_ms: builtins.float
+    """Time lost to the active policy beyond the share that a trial may cost, ms."""
+    no_value: builtins.str
+    """Why there is no estimate; empty: there is one, or none was asked for."""
+    @property
+    def speed(self) -> global___Comparison:
+        """Goodput by switch-back blocks, a pair of blocks each."""
+
+    @property
+    def requests(self) -> global___Comparison:
+        """Goodput of requests, step time laid to each by its rows and drafts, a pair of requests each: of safety, not
+        of speed, for requests of a batch share its time.
+        """
+
+    @property
+    def value(self) -> global___ValueEstimate:
+        """What a shadowed policy would have earned; only from DescribePolicy, absent where `no_value` says why."""
+
+    def __init__(
+        self,
+        *,
+        compared_rows: builtins.int = ...,
+        agreement: builtins.float = ...,
+        active_mean_k: builtins.float = ...,
+        candidate_mean_k: builtins.float = ...,
+        speed: global___Comparison | None = ...,
+        requests: global___Comparison | None = ...,
+        lost_ms: builtins.float = ...,
+        value: global___ValueEstimate | None = ...,
+        no_value: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["requests", b"requests", "speed", b"speed", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["active_mean_k", b"active_mean_k", "agreement", b"agreement", "candidate_mean_k", b"candidate_mean_k", "compared_rows", b"compared_rows", "lost_ms", b"lost_ms", "no_value", b"no_value", "requests", b"requests", "speed", b"speed", "value", b"value"]) -> None: ...
+
+global___TrialEvidence = TrialEvidence
+
+@typing.final
+class Comparison(google.protobuf.message.Message):
+    """The candidate's goodput over the active policy's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RATIO_FIELD_NUMBER: builtins.int
+    RATIO_LOW_FIELD_NUMBER: builtins.int
+    RATIO_HIGH_FIELD_NUMBER: builtins.int
+    PAIRS_FIELD_NUMBER: builtins.int
+    ratio: builtins.float
+    """Estimate; nan: none yet."""
+    ratio_low: builtins.float
+    """Its lower bound, anytime-valid at 95%; 0: none yet."""
+    ratio_high: builtins.float
+    """Its upper bound, anytime-valid at 95%; infinite: none yet."""
+    pairs: builtins.int
+    """Pairs behind it, since it last changed."""
+    def __init__(
+        self,
+        *,
+        ratio: builtins.float = ...,
+        ratio_low: builtins.float = ...,
+        ratio_high: builtins.float = ...,
+        pairs: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pairs", b"pairs", "ratio", b"ratio", "ratio_high", b"ratio_high", "ratio_low", b"ratio_low"]) -> None: ...
+
+global___Comparison = Comparison
+
+@typing.final
+class ValueEstimate(google.protobuf.message.Message):
+    """Goodput that a policy would have had, estimated from what was logged under another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ESTIMATOR_FIELD_NUMBER: builtins.int
+    GOODPUT_FIELD_NUMBER: builtins.int
+    GOODPUT_LOW_FIELD_NUMBER: builtins.int
+    GOODPUT_HIGH_FIELD_NUMBER: builtins.int
+    ACTIVE_GOODPUT_FIELD_NUMBER: builtins.int
+    EFFECTIVE_REQUESTS_FIELD_NUMBER: builtins.int
+    UNSUPPORTED_FIELD_NUMBER: builtins.int
+    estimator: builtins.str
+    """How it was estimated: dr or replay, as `parlay evaluate` names them."""
+    goodput: builtins.float
+    """Tokens per second of step time."""
+    goodput_low: builtins.float
+    """Lower end of its 95% interval."""
+    goodput_high: builtins.float
+    """Upper end."""
+    active_goodput: builtins.float
+    """Measured goodput of the policy that was applied."""
+    effective_requests: builtins.float
+    """Requests that the log is worth under this policy."""
+    unsupported: builtins.float
+    """Share of its choices of which the log tells nothing."""
+    def __init__(
+        self,
+        *,
+        estimator: builtins.str = ...,
+        goodput: builtins.float = ...,
+        goodput_low: builtins.float = ...,
+        goodput_high: builtins.float = ...,
+        active_goodput: builtins.float = ...,
+        effective_requests: builtins.float = ...,
+        unsupported: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active_goodput", b"active_goodput", "effective_requests", b"effective_requests", "estimator", b"estimator", "goodput", b"goodput", "goodput_high", b"goodput_high", "goodput_low", b"goodput_low", "unsupported", b"unsupported"]) -> None: ...
+
+global___ValueEstimate = ValueEstimate
 
 @typing.final
 class ListPoliciesRequest(google.protobuf.message.Message):
@@ -343,10 +488,15 @@ class CanaryPolicyRequest(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     SHARE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    SWITCH_BACK_FIELD_NUMBER: builtins.int
     share: builtins.float
-    """Share of requests, by a stable hash of their ids, 0 (end the canary) to 1."""
+    """Share of requests, by a stable hash of engine and request ids, 0 to 1; 0 without `switch_back` ends the canary."""
     reason: builtins.str
     """For the log."""
+    switch_back: builtins.bool
+    """Compare its speed: for short blocks of steps it decides for the whole batch, the active policy for like ones, in
+    random order; `share` holds between them.
+    """
     @property
     def spec(self) -> global___PolicySpec:
         """The policy."""
@@ -357,9 +507,10 @@ class CanaryPolicyRequest(google.protobuf.message.Message):
         spec: global___PolicySpec | None = ...,
         share: builtins.float = ...,
         reason: builtins.str = ...,
+        switch_back: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "share", b"share", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "share", b"share", "spec", b"spec", "switch_back", b"switch_back"]) -> None: ...
 
 global___CanaryPolicyRequest = CanaryPolicyRequest
 
@@ -392,17 +543,21 @@ class PromotePolicyRequest(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of a policy that is shadowed or on canary."""
     reason: builtins.str
     """For the log."""
+    force: builtins.bool
+    """Promote it whatever was measured."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         reason: builtins.str = ...,
+        force: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["force", b"force", "name", b"name", "reason", b"reason"]) -> None: ...
 
 global___PromotePolicyRequest = PromotePolicyRequest
 
@@ -421,7 +576,7 @@ class PromotePolicyResponse(google.protobuf.message.Message):
     promoted: builtins.bool
     """It is active now."""
     ratio: builtins.float
-    """Goodput of the candidate over the incumbent's, from switch-back blocks: estimate."""
+    """Goodput of the candidate over the active policy's, from switch-back blocks: estimate, nan where there is none."""
     ratio_low: builtins.float
     """Its lower bound, anytime-valid at 95%."""
     ratio_high: builtins.float
@@ -469,17 +624,23 @@ class RollBackPolicyResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ACTIVE_FIELD_NUMBER: builtins.int
+    TAKEN_OUT_FIELD_NUMBER: builtins.int
     @property
     def active(self) -> global___PolicyStatus:
-        """The one before."""
+        """What decides now."""
+
+    @property
+    def taken_out(self) -> global___PolicyStatus:
+        """What decided before the call: the policy on canary, or the one that was active."""
 
     def __init__(
         self,
         *,
         active: global___PolicyStatus | None = ...,
+        taken_out: global___PolicyStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["active", b"active"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["active", b"active"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["active", b"active", "taken_out", b"taken_out"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["active", b"active", "taken_out", b"taken_out"]) -> None: ...
 
 global___RollBackPolicyResponse = RollBackPolicyResponse
 

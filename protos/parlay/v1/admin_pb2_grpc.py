@@ -123,7 +123,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CanaryPolicy(self, request, context):
-        """Lets a policy decide for a share of the requests.
+        """Lets a policy decide for a share of the requests, and for blocks of steps in which its speed is compared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +137,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RollBackPolicy(self, request, context):
-        """Goes back to the policy that was active before.
+        """Takes the policy on canary out where there is one; else goes back to the policy that was active before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
