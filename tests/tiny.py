@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -30,19 +32,33 @@ def tiny_config(vocab: int, layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def tiny_llama(vocab: int, layers: int, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
+def tiny_llama(
+    vocab: int,
+    layers: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    state_layers: tuple[int, ...] = (),
+) -> Llama:
     rng = torch.Generator().manual_seed(seed)
-    config = tiny_config(vocab, layers)
+    config = dataclasses.replace(tiny_config(vocab, layers), state_layers=state_layers)
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
         for name, shape in config.tensor_shapes().items()
     }
+    if state_layers:
+        width = len(state_layers) * config.hidden
+        weights["state_proj.weight"] = torch.randn(config.hidden, width, generator=rng)
     return Llama(config, weights, weights["model.embed_tokens.weight"], dtype, CPU)
 
 
-def tiny_backend(vocab: int = 5, seed: int = 0, config: EngineConfig = CONFIG) -> TorchBackend:
+def tiny_backend(
+    vocab: int = 5,
+    seed: int = 0,
+    config: EngineConfig = CONFIG,
+    state_layers: tuple[int, ...] = (),
+) -> TorchBackend:
     """Target of two layers; a draft of one that does not know the target's last token."""
-    draft = tiny_llama(vocab, 1, 7)
+    draft = tiny_llama(vocab, 1, 7, state_layers=state_layers)
     head = draft.head
     draft.head = lambda x: head(x)[:, : vocab - 1]
     ids = torch.arange(vocab - 1)

@@ -7,6 +7,8 @@ import torch
 from tests.tiny import AnyPlan
 
 from parlay.engine.demo.prompts import demo_prompts
+from parlay.engine.kernels import build
+from parlay.engine.kernels.native import NativeLlama
 from parlay.engine.llm import load_backend
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
@@ -73,3 +75,22 @@ def test_greedy_is_hugging_faces(
         assert request.output == expected
     if proposers != (NONE,):
         assert sum(r.accepted for r in requests) > 50
+
+
+@pytest.mark.skipif(build.load() is None, reason="needs AVX512_BF16 and a C compiler")
+def test_with_the_kernels_bfloat16_is_the_same_whatever_is_drafted_and_batched(
+    prompts: list[list[int]],
+) -> None:
+    def outputs(policy: AnyPlan, running: int) -> list[list[int]]:
+        config = EngineConfig(target_blocks=900, draft_blocks=900, max_running=running)
+        backend, tokenizer = load_backend(dtype="bfloat16", config=config)
+        assert isinstance(backend.target, NativeLlama)
+        engine = Engine(backend, LocalPlanner(policy), config, eos_ids=tokenizer.eos_ids)
+        requests = [engine.add(ids, SamplingParams(max_tokens=TOKENS)) for ids in prompts[:10]]
+        while engine.has_work:
+            engine.step()
+        return [r.output for r in requests]
+
+    alone = outputs(AnyPlan((NONE,), 0), running=1)
+    assert outputs(AnyPlan((NONE,), 0), running=10) == alone
+    assert outputs(AnyPlan((NONE, NGRAM, DRAFT), 7), running=7) == alone

@@ -43,8 +43,11 @@ class Script(Stateless):
         )
 
 
-def outcomes(policy: Stateless, prompts: int = 1, tokens: int = 30) -> list[StepOutcome]:
-    engine = Engine(tiny_backend(VOCAB), LocalPlanner(policy), CONFIG)  # type: ignore[arg-type]
+def outcomes(
+    policy: Stateless, prompts: int = 1, tokens: int = 30, state_layers: tuple[int, ...] = ()
+) -> list[StepOutcome]:
+    backend = tiny_backend(VOCAB, state_layers=state_layers)
+    engine = Engine(backend, LocalPlanner(policy), CONFIG)  # type: ignore[arg-type]
     for i in range(prompts):
         engine.add([1 + i, 5, 9, 2], SamplingParams(max_tokens=tokens))
     found = []
@@ -56,12 +59,13 @@ def outcomes(policy: Stateless, prompts: int = 1, tokens: int = 30) -> list[Step
     return found
 
 
-def test_after_idleness_it_drafts_what_it_would_have_drafted() -> None:
+@pytest.mark.parametrize("state_layers", [(), (1, 2)])
+def test_after_idleness_it_drafts_what_it_would_have_drafted(state_layers: tuple[int, ...]) -> None:
     """At the same output position the guesses agree, whether or not it drafted before."""
 
     def confidences_by_position(script: list[int]) -> dict[int, list[float]]:
         position, found = 0, {}
-        for outcome in outcomes(Script(script)):
+        for outcome in outcomes(Script(script), state_layers=state_layers):
             if outcome.drafted_k[0]:
                 found[position] = outcome.confidences[0, : outcome.drafted_k[0]].tolist()
             position += int(outcome.emitted[0])
@@ -93,6 +97,30 @@ def test_far_behind_it_begins_anew_a_window_before_the_end() -> None:
         assert len(engine.scheduler.draft.tables[request.request_id]) <= 4
 
 
+def test_each_token_is_read_beside_the_states_of_the_one_before() -> None:
+    """Also accepted guesses, which were first read without; prompts in chunks; after preemption."""
+    config = dataclasses.replace(CONFIG, token_budget=7, target_blocks=20, max_running=3)
+    backend = tiny_backend(VOCAB, config=config, state_layers=(1, 2))
+    policy = AnyPlan((DRAFT, Proposer.NGRAM, Proposer.NONE), 3, seed=6)
+    engine = Engine(backend, LocalPlanner(policy), config)
+    requests = [
+        engine.add([(i * j) % VOCAB for j in range(1, 12)], SamplingParams(max_tokens=25))
+        for i in (1, 2, 5)
+    ]
+    checked = 0
+    while engine.has_work:
+        before = {r.request_id: list(r.tokens) for r in requests}
+        outcome = step(engine)
+        for row in np.flatnonzero((outcome.proposer == DRAFT) & (outcome.drafted_k > 0)):
+            ids = before[int(outcome.request_id[row])]
+            expected = peak_beside_states(backend, ids)
+            assert outcome.confidences[row, 0] == pytest.approx(expected, abs=1e-5)
+            checked += 1
+    assert checked > 15
+    assert sum(r.preemptions for r in requests) > 0
+    assert sum(r.accepted for r in requests) > 0
+
+
 def step(engine: Engine) -> StepOutcome:
     outcome = engine.step()
     assert outcome is not None
@@ -105,6 +133,20 @@ def peak_after(backend: TorchBackend, ids: list[int]) -> float:
     assert backend.draft is not None
     model = backend.draft.runner.model
     hidden = Runner(model, 4, 4).read([ids], Spans([[0, 1, 2, 3]], [0], [len(ids)]))
+    return float(torch.softmax(model.logits(hidden)[-1].float(), -1).max())
+
+
+def peak_beside_states(backend: TorchBackend, ids: list[int]) -> float:
+    """Return the draft model's largest probability after ids, read whole beside their states."""
+    assert backend.draft is not None
+    blocks = list(range(16))
+    target = Runner(backend.target, 16, 4, taps=(1, 2))
+    target.read([ids[:-1]], Spans([blocks], [0], [len(ids) - 1]))
+    spans = Spans([blocks], [0], [len(ids)])
+    states = target.states_before(spans, [len(ids) - 1])
+    assert not states[0].any()
+    model = backend.draft.runner.model
+    hidden = Runner(model, 16, 4).read([ids], spans, states)
     return float(torch.softmax(model.logits(hidden)[-1].float(), -1).max())
 
 

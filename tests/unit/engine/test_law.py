@@ -51,9 +51,12 @@ def exact_joint(params: SamplingParams) -> Array:
     return joint
 
 
-def draw(params: list[SamplingParams], policy: AnyPlan, seed: int) -> Array:
+def draw(
+    params: list[SamplingParams], policy: AnyPlan, seed: int, state_layers: tuple[int, ...] = ()
+) -> Array:
     """Return how often each text came out, one request for each of `params`."""
-    engine = Engine(tiny_backend(VOCAB, seed), LocalPlanner(policy), CONFIG)
+    backend = tiny_backend(VOCAB, seed, state_layers=state_layers)
+    engine = Engine(backend, LocalPlanner(policy), CONFIG)
     requests = [engine.add(PROMPT, p) for p in params]
     counts = np.zeros((VOCAB,) * LENGTH)
     while engine.has_work:
@@ -82,6 +85,12 @@ def p_value(counts: Array, joint: Array) -> float:
 )
 def test_rejection_sampling_has_the_exact_joint_law(mix: str, params: SamplingParams) -> None:
     counts = draw([params] * DRAWS, AnyPlan(MIXES[mix], 3), seed=11)
+    assert p_value(counts, exact_joint(params)) > 1e-3
+
+
+def test_a_draft_that_reads_states_does_not_bias() -> None:
+    params = SamplingParams(1.0, max_tokens=LENGTH)
+    counts = draw([params] * DRAWS, AnyPlan(MIXES["mix"], 3), seed=12, state_layers=(1, 2))
     assert p_value(counts, exact_joint(params)) > 1e-3
 
 

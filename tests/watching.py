@@ -1,0 +1,82 @@
+"""A host that an observatory watches, and engines that are made up, for tests of what is seen."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from parlay.controller.host import Host, Session
+from parlay.controller.observatory import Observatory
+from parlay.policies.policy import EngineLimits
+from parlay.policies.synthetic import LIMITS, History
+from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome, task_id
+from parlay.protos.codec import Hello
+
+TAGS = ("chat", "code", "edit", "summarise")
+
+
+class Clock:
+    """Unix seconds that move only when told."""
+
+    def __init__(self, now_s: float = 1e9) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class WatchedHost(Host):
+    """A host that tells an observatory of what it decides and hears."""
+
+    def __init__(self, policy: str, observatory: Observatory, **settings: Any) -> None:
+        super().__init__(policy, settings)
+        self.seen_by = observatory
+
+    def observe(self, session: Session, outcome: StepOutcome) -> bool:
+        taken = super().observe(session, outcome)
+        if taken:
+            self.seen_by.observed(session, outcome)
+        return taken
+
+    def decide(self, session: Session, view: BatchView) -> Plan | None:
+        begin_s = perf_counter()
+        plan = super().decide(session, view)
+        if plan is not None:
+            self.seen_by.decided(session, view, plan, perf_counter() - begin_s)
+        return plan
+
+
+class TaggedHistory(History):
+    """A made-up batch whose tasks have names, with room in its cache."""
+
+    def _look(self) -> BatchView:
+        view = super()._look()
+        view.task = np.array([task_id(TAGS[t % len(TAGS)]) for t in view.task], np.uint32)
+        view.free_blocks = view.total_blocks // 2
+        return view
+
+
+def run_steps(
+    host: Host,
+    engine: str,
+    steps: int,
+    rows: int = 8,
+    clock: Clock | None = None,
+    step_s: float = 0.02,
+    limits: EngineLimits = LIMITS,
+) -> tuple[Session, list[tuple[BatchView, Plan, StepOutcome]]]:
+    """Run an engine for some steps; return its session, and views, plans and outcomes."""
+    session, _ = host.hello(Hello(engine, limits), host.new_stream())
+    history, seen = TaggedHistory(rows, limits=limits), []
+    for _ in range(steps):
+        view = history.view()
+        plan = host.decide(session, view)
+        assert plan is not None
+        outcome = history.step(plan, PlanSource.REMOTE)
+        host.observe(session, outcome)
+        seen.append((view, plan, outcome))
+        if clock is not None:
+            clock.now_s += step_s
+    return session, seen
