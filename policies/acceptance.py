@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from parlay.policies.allocate import HAZARD_CEILING, ngram_survival
+from parlay.policies.allocate import HAZARD_CEILING
 from parlay.policies.evidence import Drafts, drafts_of
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -77,6 +77,9 @@ class Acceptance:
         self._task = np.zeros((2, _TASKS, PROPOSERS))
         self._row: dict[int, int] = {}
         self._free: list[int] = []
+        # The rows of the batch that was asked for last: a step asks twice, and the next one again.
+        self._asked: bytes | None = None
+        self._found = np.zeros(0, np.intp)
         self._request = np.zeros((2, 0, PROPOSERS))
         self._request_task = np.zeros(0, np.intp)
         self._seen = np.zeros(0, np.int64)
@@ -91,26 +94,32 @@ class Acceptance:
 
         Less output than before is another request: an engine that restarts counts ids from 1 again.
         """
-        rows = [self._row.get(r, -1) for r in request_id.tolist()]
-        if -1 in rows:
-            for place, row in enumerate(rows):
-                if row < 0:
-                    start = 0 if output_tokens is None else int(output_tokens[place])
-                    rows[place] = self._add(int(request_id[place]), int(task[place]), start)
-        found = np.asarray(rows, np.intp)
-        if output_tokens is not None:
-            for place in np.flatnonzero(output_tokens < self._output[found]).tolist():
+        asked = request_id.tobytes()
+        if asked != self._asked:
+            self._found, self._asked = self._look_up(request_id, task, output_tokens), asked
+        found = self._found
+        if output_tokens is not None and (behind := output_tokens < self._output[found]).any():
+            for place in np.flatnonzero(behind).tolist():
                 again = int(request_id[place])
                 self._free.append(self._row.pop(again))
                 found[place] = self._add(again, int(task[place]), int(output_tokens[place]))
         self._seen[found] = self.version
         return found
 
+    def _look_up(self, request_id: Array, task: Array, output_tokens: Array | None) -> Array:
+        rows = [self._row.get(r, -1) for r in request_id.tolist()]
+        if -1 in rows:
+            for place, row in enumerate(rows):
+                if row < 0:
+                    start = 0 if output_tokens is None else int(output_tokens[place])
+                    rows[place] = self._add(int(request_id[place]), int(task[place]), start)
+        return np.asarray(rows, np.intp)
+
     def frailty(self, rows: Array) -> Array:
         """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
         tasks = self._request_task[rows]
         prior = REQUEST_STRENGTH * self._task_frailty()[tasks]
-        rejected, expected = self._request[:, rows]
+        rejected, expected = self._request.take(rows, axis=1)
         frailty: Array = (prior + rejected) / (REQUEST_STRENGTH + expected)
         return frailty
 
@@ -128,18 +137,23 @@ class Acceptance:
 
     def survival(self, frailty: Array, match_tokens: Array) -> Array:
         """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match."""
-        survival = np.zeros((len(frailty), PROPOSERS, self.k_max), np.float32)
-        hazard = self.match_hazard()[match_bucket(match_tokens)]
-        survival[:, NGRAM] = ngram_survival(
-            hazard, frailty[:, NGRAM].astype(np.float32), match_tokens
+        # Places before rows, as the solver wants them.
+        hold = np.zeros((PROPOSERS, self.k_max, len(frailty)), np.float32)
+        times = frailty.T.astype(np.float32)
+        bucket = match_bucket(match_tokens)
+        np.multiply(self._hazard.T[:, bucket], times[NGRAM], out=hold[NGRAM])
+        np.multiply(
+            self._hazard[BUCKETS:, :, None], times[DRAFT_MODEL:, None], out=hold[DRAFT_MODEL:]
         )
-        reject = np.minimum(frailty[:, 2:, None] * self.hazard[BUCKETS:], HAZARD_CEILING)
-        survival[:, 2:] = np.cumprod(1.0 - reject, axis=2)
-        return survival
+        some = hold[NGRAM:]
+        np.subtract(1.0, np.minimum(some, HAZARD_CEILING, out=some), out=some)
+        hold[NGRAM, 0] *= bucket > 0
+        np.multiply.accumulate(some, axis=1, out=some)
+        return hold.transpose(2, 0, 1)
 
     def match_hazard(self) -> Array:
         """Return f32 [match buckets, K] for the plan."""
-        return self.hazard[:BUCKETS].astype(np.float32)
+        return self._hazard[:BUCKETS]
 
     def observe(self, outcome: StepOutcome, doubt: Array | None = None) -> Array:
         """Learn from a step; return bool [PROPOSERS], whose drafts it showed.
@@ -182,13 +196,17 @@ class Acceptance:
         weight = np.where(self._output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
         self._age(row, proposer, task)
         exposure = np.where(at_risk, frailty, 0.0) * weight[:, None]
-        rejection = (place == accepted[:, None]) * (failed * weight)[:, None]
-        for table in ((self.rejected, self.exposed), self._total):
-            np.add.at(table[0], channel, rejection)
-            np.add.at(table[1], channel, exposure)
-        np.add.at(self._request[0], (row, proposer), failed * weight)
+        failed *= weight
+        rejection = (place == accepted[:, None]) * failed[:, None]
+        counts = np.zeros_like(self._total)
+        np.add.at(counts[0], channel, rejection)
+        np.add.at(counts[1], channel, exposure)
+        self._total += counts
+        self.rejected += counts[0]
+        self.exposed += counts[1]
+        np.add.at(self._request[0], (row, proposer), failed)
         np.add.at(self._request[1], (row, proposer), hazard.sum(axis=1) * weight)
-        np.add.at(self._task[0], (task, proposer), failed * weight)
+        np.add.at(self._task[0], (task, proposer), failed)
         # Half of what a request is thought to differ from its task by is chance. Were all of it
         # believed, drafting where all goes well would make the task look worse than it is.
         relative = np.sqrt(frailty / task_frailty[:, None])
@@ -212,7 +230,8 @@ class Acceptance:
             PRIOR_ROWS + self.exposed @ self._neighbours
         )
         hazard = (NEIGHBOUR_ROWS * near + self.rejected) / (NEIGHBOUR_ROWS + self.exposed)
-        self.hazard = np.clip(hazard, HAZARD_FLOOR, HAZARD_CEILING)
+        self.hazard = np.minimum(np.maximum(hazard, HAZARD_FLOOR), HAZARD_CEILING)
+        self._hazard = self.hazard.astype(np.float32)
 
     def _task_frailty(self) -> Array:
         rejected, expected = self._task
@@ -256,6 +275,8 @@ class Acceptance:
         gone = [r for r, row in self._row.items() if self.version - self._seen[row] > _FORGET_STEPS]
         for request_id in gone:
             self._free.append(self._row.pop(request_id))
+        if gone:
+            self._asked = None
 
     def state(self) -> dict[str, Array]:
         """Return everything that later estimates depend on."""

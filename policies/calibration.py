@@ -39,6 +39,7 @@ class Calibration:
         self._odds, self._held = np.zeros(_WINDOW), np.zeros(_WINDOW)
         self._count, self._fitted_at = 0, 0
         self._fit = _PRIOR.copy()
+        self._table = _table(self._fit)
 
     @property
     def trusted(self) -> bool:
@@ -47,9 +48,7 @@ class Calibration:
 
     def coefficients(self) -> Array:
         """Return f32 [PROPOSERS, 2] for the plan."""
-        table = np.tile(_PRIOR, (PROPOSERS, 1))
-        table[DRAFT_MODEL] = self._fit
-        return table.astype(np.float32)
+        return self._table
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from each place of the draft model that was reached, by whether its token held."""
@@ -80,6 +79,7 @@ class Calibration:
             w = w - np.clip(np.linalg.solve(curve, slope), -1.0, 1.0)
         # A confidence that counts against itself is noise.
         self._fit = np.array([max(w[0], 0.0), w[1]])
+        self._table = _table(self._fit)
         self._fitted_at = self._count
 
     def state(self) -> dict[str, Array]:
@@ -99,3 +99,11 @@ class Calibration:
         self._odds, self._held = np.array(state["odds"]), np.array(state["held"])
         self._count, self._fitted_at = (int(v) for v in state["counts"])
         self._fit = np.array(state["fit"])
+        self._table = _table(self._fit)
+
+
+def _table(fit: Array) -> Array:
+    """Return f32 [PROPOSERS, 2]: the draft model's slope and offset, the prior's elsewhere."""
+    table = np.tile(_PRIOR, (PROPOSERS, 1)).astype(np.float32)
+    table[DRAFT_MODEL] = fit
+    return table

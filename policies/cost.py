@@ -8,6 +8,7 @@ so that a knee is seen where there is one; the result is made to rise with the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -141,7 +142,7 @@ class StepTime:
             kv, pads = outcome.kv_tokens / KV_UNIT, _padding(outcome) / TOKENS_UNIT
             x = np.array([1.0, tokens / TOKENS_UNIT, kv, pads])
             believed = self.verify.add(x, outcome.verify_ms)
-            if np.isfinite(believed):
+            if math.isfinite(believed):
                 self._add_ratio(tokens, believed / max(float(x @ self.verify.weights()), 1e-9))
             rest = outcome.step_ms - outcome.verify_ms - float(outcome.draft_ms.sum())
             self.overhead.add(x[:2], max(rest, 1e-3 * outcome.verify_ms))
@@ -155,19 +156,21 @@ class StepTime:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
 
     def _add_ratio(self, tokens: float, ratio: float) -> None:
-        place = int(np.abs(_LOG_EDGES - np.log(tokens)).argmin())
+        place = int(np.abs(_LOG_EDGES - math.log(tokens)).argmin())
         self._ratio[:, place] *= _RATIO_DISCOUNT
-        self._ratio[:, place] += (np.log(np.clip(ratio, 0.25, 4.0)), 1.0)
+        self._ratio[:, place] += (math.log(min(max(ratio, 0.25), 4.0)), 1.0)
 
     def verify_ms(self, tokens: Array, kv_tokens: float) -> Array:
-        """Return the time of a step that drafts nothing, f64 like `tokens`, rising, above 0."""
-        fixed, per_token, per_kv, _ = self.verify.weights()
-        line = fixed + per_token * tokens / TOKENS_UNIT + per_kv * kv_tokens / KV_UNIT
+        """Return the time of a step of so many tokens, f64, rising and above 0 as they rise."""
+        fixed, per_token, per_kv, _ = self.verify.weights().tolist()
+        line = per_token / TOKENS_UNIT * tokens + (fixed + per_kv * kv_tokens / KV_UNIT)
         ratio = self._ratio[0] / (_RATIO_PRIOR + self._ratio[1])
-        line = line * np.exp(np.interp(np.log(tokens), _LOG_EDGES, ratio))
-        host, host_token = self.overhead.weights(self._scale())
-        total = line + host + host_token * tokens / TOKENS_UNIT
-        return np.maximum.accumulate(np.maximum(total, 1e-6))
+        known = int(tokens.searchsorted(_EDGES[-1]))
+        line[:known] *= np.exp(np.interp(np.log(tokens[:known]), _LOG_EDGES, ratio))
+        line[known:] *= np.exp(ratio[-1])
+        host, host_token = self.overhead.weights(self._scale()).tolist()
+        line += host_token / TOKENS_UNIT * tokens + host
+        return np.maximum.accumulate(np.maximum(line, 1e-6))
 
     def pad_ms(self) -> float:
         """Return what each token takes by which a row is shorter than the longest."""
@@ -175,11 +178,11 @@ class StepTime:
 
     def draft_ms(self) -> tuple[float, Array, float]:
         """Return what a pass of the draft model, each proposer's token, a caught-up token take."""
-        a_pass, a_token, catch_up = self.draft.weights(self._scale())
+        a_pass, a_token, catch_up = self.draft.weights(self._scale()).tolist()
         token_ms = np.zeros(PROPOSERS)
         token_ms[NGRAM] = self.ngram_token_ms
         token_ms[DRAFT_MODEL] = a_token
-        return float(a_pass), token_ms, float(catch_up)
+        return a_pass, token_ms, catch_up
 
     def _scale(self) -> float:
         return self.verify.scale or 1.0

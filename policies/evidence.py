@@ -8,6 +8,8 @@ import numpy as np
 
 from parlay.policies.types import PROPOSERS, Array, ShadowKind, StepOutcome
 
+_MATCH = int(ShadowKind.MATCH)
+
 
 @dataclass(slots=True)
 class Drafts:
@@ -32,12 +34,13 @@ def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | 
     rows, shadows i64: the caller's row of each row of the outcome and of its shadow, -1 unknown.
     doubt f64 [rows]: P(reject) of the place where a draft was stopped short, nan elsewhere.
     """
-    miss = np.full(len(outcome), np.nan) if doubt is None else doubt
-    stopped = np.isfinite(miss) & (outcome.accepted == outcome.verified_k)
-    verified = outcome.verified_k + stopped
+    verified, share = outcome.verified_k, np.ones(len(outcome))
+    if doubt is not None:
+        stopped = np.isfinite(doubt) & (outcome.accepted == outcome.verified_k)
+        verified, share = verified + stopped, np.where(stopped, doubt, 1.0)
     used = np.flatnonzero((verified > 0) & (outcome.proposer > 0))
     shadow = outcome.shadow
-    match = np.flatnonzero((shadow.kind == ShadowKind.MATCH) & (shadow.observed > 0))
+    match = np.flatnonzero((shadow.kind == _MATCH) & (shadow.observed > 0))
     row = np.concatenate([rows[used], shadows[match]])
     proposer = np.concatenate([outcome.proposer[used], shadow.proposer[match]]).astype(np.intp)
     keep = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
@@ -51,5 +54,5 @@ def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | 
         match_tokens=both(outcome.match_tokens, shadow.match_tokens),
         accepted=both(outcome.accepted, shadow.matched).astype(np.int64),
         seen=both(verified, shadow.observed).astype(np.int64),
-        share=both(np.where(stopped, miss, 1.0), np.ones(len(shadow))),
+        share=both(share, np.ones(len(shadow))),
     )

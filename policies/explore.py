@@ -6,6 +6,7 @@ it were as good as what is known of it still allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -49,14 +50,14 @@ class Explorer:
         steps: how many there were since the last one heard of, this one counted.
         """
         self.quiet_steps = np.where(shown, 0, self.quiet_steps + steps)
-        if np.isfinite(step_ms):
+        if math.isfinite(step_ms):
             self.elapsed_ms += max(step_ms, 0.0) * steps
 
     def apply(
         self, view: BatchView, survival: Array, hopes: Hopes, best: Allocation, costs: StepCosts
     ) -> tuple[Allocation, Array]:
         """Return the plan with a try in it where one is due, and bool [rows], which rows try."""
-        used = np.unique(best.proposer)
+        used = np.bincount(best.proposer, minlength=PROPOSERS) > 0
         self.interval_steps[used] = _FIRST_INTERVAL
         if self.left == 0:
             self._begin(used, hopes, best, costs)
@@ -78,7 +79,7 @@ class Explorer:
             return
         for proposer in _TRIED:
             quiet, interval = self.quiet_steps[proposer], self.interval_steps[proposer]
-            if quiet < interval or proposer in used or not self.limits.has(proposer):
+            if quiet < interval or used[proposer] or not self.limits.has(proposer):
                 continue
             hoped = hopes(proposer, int(quiet))
             emits = float((hoped > 0.0).any(axis=(1, 2)).sum())

@@ -30,6 +30,7 @@ from parlay.policies.types import (
     K_LIMIT,
     NGRAM,
     NO_BUDGET,
+    PROPOSERS,
     Array,
     BatchView,
     Plan,
@@ -43,6 +44,7 @@ from parlay.policies.types import (
 _MARGIN = 0.01
 """Share by which a plan must beat no speculation: the best estimate is too high by selection."""
 _MOST_UNTOLD = 16
+_BEST, _NO_GAIN = int(Reason.BEST_GOODPUT), int(Reason.NO_GAIN)
 _VERSION = "goodput/1"
 
 
@@ -86,8 +88,9 @@ class Goodput:
         frailty = self.acceptance.frailty(rows)
         survival = self.acceptance.survival(frailty, view.match_tokens)
         worth = usable(view, survival) * weight[:, None, None]
-        costs = self._costs(view, self.acceptance.k_max, block_price_ms)
-        emits = max(float(weight[view.prefill_tokens == 0].sum()), 1.0)
+        decoding = view.prefill_tokens == 0
+        costs = self._costs(view, max(int(np.count_nonzero(decoding)), 1), block_price_ms)
+        emits = max(float(weight[decoding].sum()), 1.0)
         none = no_speculation(len(view), emits, costs)
         best = best_plan(worth, costs, emits, self._ms_per_token or None) if len(view) else none
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
@@ -119,10 +122,12 @@ class Goodput:
         self._last_step = outcome.step_id
         self.explorer.observe(shown, outcome.step_ms, steps)
 
-    def _costs(self, view: BatchView, k_max: int, block_price_ms: float) -> StepCosts:
-        """Return the price list of this step."""
-        decoding, prompts = max(_decoding(view), 1), int(view.prefill_tokens.sum())
-        most = min(len(view) * k_max, max(self.limits.token_budget - decoding - prompts, 0))
+    def _costs(self, view: BatchView, decoding: int, block_price_ms: float) -> StepCosts:
+        """Return the price list of this step, in which so many rows decode."""
+        prompts = int(view.prefill_tokens.sum())
+        most = min(
+            len(view) * self.acceptance.k_max, max(self.limits.token_budget - decoding - prompts, 0)
+        )
         # Prompts take their time whatever is drafted. Counted here they would make a token look
         # worth as much as a step of prompts costs, and every such step draft in vain.
         tokens = np.arange(decoding, decoding + most + 1)
@@ -137,11 +142,16 @@ class Goodput:
             self.step_time.pad_ms(),
         )
 
-    def _doubt(self, outcome: StepOutcome) -> Array:
-        """Return P(reject) f64 [rows] of the place where a confidence ended a draft, else nan."""
+    def _doubt(self, outcome: StepOutcome) -> Array | None:
+        """Return P(reject) f64 [rows] of the place where a confidence ended a draft, else nan.
+
+        None where no draft was ended.
+        """
         place = outcome.drafted_k.astype(np.intp)
         short = (outcome.proposer == DRAFT_MODEL) & (place < outcome.requested_k)
         short &= place < outcome.confidences.shape[1]
+        if not short.any():
+            return None
         row = np.flatnonzero(short)
         doubt = np.full(len(outcome), np.nan)
         slope, offset = self.calibration.coefficients()[DRAFT_MODEL]
@@ -156,9 +166,13 @@ class Goodput:
 
     def _caught_up(self, outcome: StepOutcome) -> float:
         """Return how many tokens of KV the draft model caught up in the step."""
+        drafts = outcome.proposer == DRAFT_MODEL
+        if not drafts.any():
+            return 0.0
         ids, lag = self._lag
-        drafts = outcome.request_id[outcome.proposer == DRAFT_MODEL]
-        return float(behind(lag[np.isin(ids, drafts)]).sum())
+        if not np.array_equal(ids, outcome.request_id):
+            drafts = np.isin(ids, outcome.request_id[drafts])
+        return float(behind(lag[drafts]).sum())
 
     def _plan(
         self,
@@ -170,8 +184,9 @@ class Goodput:
         best: Allocation,
         costs: StepCosts,
     ) -> Plan:
-        reason = np.where(chosen.k > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN).astype(np.uint8)
-        reason[explored] = Reason.EXPLORE
+        reason = np.where(chosen.k > 0, _BEST, _NO_GAIN).astype(np.uint8)
+        if tries := bool(explored.any()):
+            reason[explored] = Reason.EXPLORE
         padded = len(view.bucket_edges) > 0
         return Plan(
             request_id=view.request_id,
@@ -188,7 +203,7 @@ class Goodput:
             marginal_token_price_ms=best.price_ms,
             draft_token_price_ms=costs.token_ms.astype(np.float32),
             budget_tokens=int(chosen.k.sum()) if padded else NO_BUDGET,
-            stop_rule=StopRule() if explored.any() else self._stop_rule(best),
+            stop_rule=StopRule() if tries else self._stop_rule(best),
             calibration=self.calibration.coefficients(),
             step_id=view.step_id,
             state_version=self.acceptance.version,
@@ -237,21 +252,15 @@ class Goodput:
         self.acceptance.merge(deltas)
 
 
-def _decoding(view: BatchView) -> int:
-    return int((view.prefill_tokens == 0).sum())
-
-
 def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:
     """Return what most rows of each task do, and under task 0 what most rows of all do."""
     rows = np.flatnonzero(view.prefill_tokens == 0)
-    pairs = list(zip(chosen.proposer[rows].tolist(), chosen.k[rows].tolist(), strict=True))
-    by_task: dict[int, list[tuple[int, int]]] = {}
-    for task, pair in zip(view.task[rows].tolist(), pairs, strict=True):
-        by_task.setdefault(task, []).append(pair)
-    by_task[0] = pairs
-    most = [max(sorted(set(of)), key=of.count, default=(0, 0)) for of in by_task.values()]
-    return TaskDefaults(
-        task=np.fromiter(by_task, np.uint32, len(by_task)),
-        proposer=np.array([proposer for proposer, _ in most], np.uint8),
-        k=np.array([k for _, k in most], np.int16),
-    )
+    task = view.task[rows]
+    tasks = np.array(sorted({0, *task.tolist()}), np.uint32)
+    cell = np.searchsorted(tasks, task) * PROPOSERS + chosen.proposer[rows]
+    cell = cell * (K_LIMIT + 1) + chosen.k[rows]
+    counts = np.bincount(cell, minlength=len(tasks) * PROPOSERS * (K_LIMIT + 1))
+    counts = counts.reshape(len(tasks), -1)
+    counts[0] = counts.sum(axis=0)
+    proposer, k = np.divmod(counts.argmax(axis=1), K_LIMIT + 1)
+    return TaskDefaults(task=tasks, proposer=proposer.astype(np.uint8), k=k.astype(np.int16))

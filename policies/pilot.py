@@ -71,9 +71,11 @@ class Pilot:
         self.settings = settings
         self.core = Goodput(GoodputSettings(settings.k_max), limits)
         # By request: pace in ms a token (nan: none yet), and steps since it drafted while others
-        # did. Sorted by id, so that a step's rows are found at once.
+        # did. Sorted by id, so that a step's rows are found at once; the last batch is kept found.
         self._ids = np.zeros(0, np.uint64)
         self._pace_ms, self._waited = np.zeros(0), np.zeros(0, np.int32)
+        self._batch: bytes | None = None
+        self._at = np.zeros(0, np.intp)
 
     @property
     def expected_gain(self) -> float:
@@ -92,24 +94,21 @@ class Pilot:
         self.core.observe(outcome)
         at, known = self._places(outcome.request_id)
         at, emitted = at[known], outcome.emitted[known].astype(float)
-        pace = np.where(emitted > 0, outcome.step_ms / np.maximum(emitted, 1.0), np.nan)
+        old, pace = self._pace_ms[at], outcome.step_ms / np.maximum(emitted, 1.0)
         kept = _PACE_DECAY**emitted
-        mixed = kept * self._pace_ms[at] + (1.0 - kept) * pace
-        fresh = np.where(np.isnan(self._pace_ms[at]), pace, mixed)
-        self._pace_ms[at] = np.where(emitted > 0, fresh, self._pace_ms[at])
+        mixed = np.where(np.isnan(old), pace, kept * old + (1.0 - kept) * pace)
+        self._pace_ms[at] = np.where(emitted > 0, mixed, old)
         drafted = outcome.drafted_k[known] > 0
         if drafted.any():
             self._waited[at] = np.where(drafted, 0, self._waited[at] + 1)
 
     def _weight(self, view: BatchView) -> Array:
         """Return f64 [rows]: what a token of each row counts."""
-        at, _ = self._places(view.request_id)
-        weight = np.ones(len(view))
         # Behind its target a request counts as the square of how far, ahead of it likewise less.
-        behind = self._pace_ms[at] / view.tpot_target_ms
-        known = np.isfinite(behind)
-        weight[known] = np.clip(behind[known] ** _URGENCY, _LEAST_WEIGHT, _MOST_WEIGHT)
-        weight[self._waited[at] >= self.settings.starved_steps] *= _STARVED_WEIGHT
+        behind = self._pace_ms[self._at] / view.tpot_target_ms
+        weight = np.minimum(np.maximum(behind**_URGENCY, _LEAST_WEIGHT), _MOST_WEIGHT)
+        weight[~np.isfinite(behind)] = 1.0
+        weight[self._waited[self._at] >= self.settings.starved_steps] *= _STARVED_WEIGHT
         return weight
 
     def _block_price_ms(self, view: BatchView) -> float:
@@ -121,16 +120,20 @@ class Pilot:
 
     def _keep(self, request_id: Array) -> None:
         """Forget who has left, and make room for who is new."""
-        ids = np.sort(request_id)
-        if np.array_equal(ids, self._ids):
+        batch = request_id.tobytes()
+        if batch == self._batch:
             return
+        ids = np.sort(request_id)
         pace, waited = np.full(len(ids), np.nan), np.zeros(len(ids), np.int32)
         at, known = self._places(ids)
         pace[known], waited[known] = self._pace_ms[at[known]], self._waited[at[known]]
         self._ids, self._pace_ms, self._waited = ids, pace, waited
+        self._batch, self._at = batch, np.searchsorted(ids, request_id)
 
     def _places(self, request_id: Array) -> tuple[Array, Array]:
         """Return where requests stand, and whether they are there (else the place is 0)."""
+        if request_id.tobytes() == self._batch:
+            return self._at, np.ones(len(request_id), bool)
         if not len(self._ids):
             return np.zeros(len(request_id), np.intp), np.zeros(len(request_id), bool)
         at = np.minimum(np.searchsorted(self._ids, request_id), len(self._ids) - 1)
@@ -157,6 +160,7 @@ class Pilot:
         self._ids = np.array(state["ids"], np.uint64)
         self._pace_ms = np.array(state["pace_ms"], float)
         self._waited = np.array(state["waited"], np.int32)
+        self._batch = None
 
     def delta(self, since: int) -> dict[str, Array]:
         """Return the acceptance counts gathered since `since`."""

@@ -9,20 +9,33 @@ price; tests/unit/policies/test_solver.py measures the gap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, PROPOSERS, Array, BatchView
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    K_LIMIT,
+    MEDUSA,
+    NGRAM,
+    NONE,
+    PROPOSERS,
+    Array,
+    BatchView,
+)
 
-_FLAT = (NGRAM, MEDUSA)
 _BARRED = -1e30
+_COLUMNS = np.arange(PROPOSERS, dtype=np.uint8)[:, None]
+_DEPTHS = np.arange(K_LIMIT + 1, dtype=np.int32)
+_UP_TO = np.tri(K_LIMIT + 1, K_LIMIT, -1)
+"""Sums up to each depth: a product is faster than running sums down many short columns."""
 _ROUNDS = 6
 _SCARCE = 0.5
 DWELL_STEPS = 16
 """Steps over which a request's draft KV, once caught up, is thought to serve."""
 _CLOSE = 1e-5
 """Relative; the error of a plan goes with its square."""
+_ROUNDING = 1e-9
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,9 +79,10 @@ class Allocation:
 
 def usable(view: BatchView, survival: Array) -> Array:
     """Return survival f64 with zeros wherever a row may not draft in this step."""
-    bits = (view.proposer_mask[:, None] >> np.arange(PROPOSERS)) & 1
-    limit = np.where(view.prefill_tokens > 0, 0, view.max_k)[:, None] * bits
-    return np.where(np.arange(survival.shape[2]) < limit[:, :, None], survival, 0.0).astype(float)
+    allowed = (view.proposer_mask >> _COLUMNS) & 1
+    limit = allowed * np.where(view.prefill_tokens > 0, 0, view.max_k)
+    reach = _DEPTHS[: survival.shape[2], None] < limit[:, None]
+    return np.where(reach, survival.transpose(1, 2, 0), 0.0).astype(float).transpose(2, 0, 1)
 
 
 def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:
@@ -86,11 +100,15 @@ def best_plan(
     emits: tokens the step yields without drafts. ms_per_token: a first guess, which only saves
     time. Where rows are padded to the longest, smaller depths are tried too, each half the last.
     """
-    best = _best_of_any_depth(survival, costs, emits, ms_per_token)
+    if len(survival) == 1:
+        return _best_for_one(survival[0], costs, emits)
+    batch = _batch(survival, costs, emits)
+    best = _best_of_any_depth(batch, ms_per_token)
     cap = int(best.k.max(initial=0)) // 2
     while costs.pad_ms > 0.0 and cap > 0:
-        reachable = np.arange(survival.shape[2]) < cap
-        found = _best_of_any_depth(survival * reachable, costs, emits, best.ms_per_token)
+        found = _best_of_any_depth(
+            replace(batch, survival=batch.survival[:, :cap]), best.ms_per_token
+        )
         if found.ms_per_token < best.ms_per_token:
             best = found
         cap //= 2
@@ -105,14 +123,14 @@ def best_plan_at(
     With 1 / the long-run goodput as value this is the plan of the best average over steps that
     differ; `best_plan` is best for a step that repeats for ever.
     """
+    batch = _batch(survival, costs, emits)
     best = no_speculation(len(survival), emits, costs)
-    many = min(len(costs.verify_ms) - 1, 2 * len(survival))
-    price = float(costs.verify_ms[many] - costs.verify_ms[0]) / max(many, 1)
+    price = _first_price(costs.verify_ms, batch.rows)
     for _ in range(_ROUNDS):
-        found = _best_at(survival, costs, emits, token_value_ms, price)
+        found = _best_at(batch, token_value_ms, price)
         if _worth(found, token_value_ms) > _worth(best, token_value_ms):
             best = found
-        last, price = price, _slope(costs.verify_ms, found)
+        last, price = price, _slope(costs.verify_ms, int(found.k.sum()), batch.rows)
         if abs(price - last) <= _CLOSE * max(last, _CLOSE):
             break
     return best
@@ -122,87 +140,186 @@ def _worth(plan: Allocation, token_value_ms: float) -> float:
     return token_value_ms * plan.emitted_tokens - plan.step_ms
 
 
-def _best_of_any_depth(
-    survival: Array, costs: StepCosts, emits: float, ms_per_token: float | None
-) -> Allocation:
-    best = none = no_speculation(len(survival), emits, costs)
+@dataclass(slots=True, frozen=True)
+class _Batch:
+    """What is planned for, places before rows: numpy is fastest where the long axis is the last.
+
+    survival f64 [PROPOSERS, K, rows]; totals f64 [2, PROPOSERS, K + 1, rows]: tokens expected of a
+    row's first k drafts, and the time of drafting them, passes aside; current bool [rows]: nothing
+    to catch up; heads: Medusa is there; emits: tokens without drafts.
+    """
+
+    survival: Array
+    totals: Array
+    current: Array
+    heads: bool
+    costs: StepCosts
+    emits: float
+
+    @property
+    def rows(self) -> int:
+        return int(self.survival.shape[2])
+
+
+def _batch(survival: Array, costs: StepCosts, emits: float) -> _Batch:
+    survival = np.ascontiguousarray(survival.transpose(1, 2, 0))
+    _, k_max, rows = survival.shape
+    totals = np.empty((2, PROPOSERS, k_max + 1, rows))
+    np.matmul(_UP_TO[: k_max + 1, :k_max], survival, out=totals[0])
+    totals[1] = (costs.token_ms[:, None] * _DEPTHS[: k_max + 1])[:, :, None]
+    totals[1, DRAFT_MODEL, 1:] += costs.switch_ms
+    heads = bool(survival[MEDUSA].any())
+    return _Batch(survival, totals, costs.switch_ms <= 0.0, heads, costs, emits)
+
+
+def _best_for_one(survival: Array, costs: StepCosts, emits: float) -> Allocation:
+    """Return the best plan of one row, survival [PROPOSERS, K], where all are soon compared."""
+    survival = survival[:, : len(costs.verify_ms) - 1]
+    depth = _DEPTHS[1 : survival.shape[1] + 1]
+    tokens = survival.cumsum(axis=1) + emits
+    ms = costs.token_ms[:, None] * depth
+    ms += costs.verify_ms[1 : len(depth) + 1] + costs.pad_ms * (emits - 1.0) * depth
+    ms[DRAFT_MODEL] += costs.pass_ms * depth + costs.switch_ms
+    per_token = ms / tokens
+    best = int(per_token.argmin()) if per_token.size else 0
+    if not per_token.size or per_token.flat[best] >= costs.verify_ms[0] / emits:
+        return no_speculation(1, emits, costs)
+    proposer, place = divmod(best, len(depth))
+    drafts = proposer == DRAFT_MODEL
+    # A deeper place of the draft model takes another pass: it is no part of this choice.
+    places = survival[proposer, : place + 1 if drafts else None]
+    ranked = per_token[proposer, place] * places - costs.token_ms[proposer]
+    return Allocation(
+        proposer=np.array([proposer], np.uint8),
+        k=np.array([place + 1], np.int32),
+        depth=place + 1 if drafts else 0,
+        emitted_tokens=float(tokens[proposer, place]),
+        step_ms=float(ms[proposer, place]),
+        price_ms=_cut(ranked, place + 1, _first_price(costs.verify_ms, 1)),
+    )
+
+
+def _best_of_any_depth(batch: _Batch, ms_per_token: float | None) -> Allocation:
+    costs = batch.costs
+    best = none = no_speculation(batch.rows, batch.emits, costs)
     value = ms_per_token or none.ms_per_token
-    many = min(len(costs.verify_ms) - 1, 2 * len(survival))
-    price = float(costs.verify_ms[many] - costs.verify_ms[0]) / max(many, 1)
+    price = _first_price(costs.verify_ms, batch.rows)
     for _ in range(_ROUNDS):
-        found = _best_at(survival, costs, emits, value, price)
+        found = _best_at(batch, value, price)
         if found.ms_per_token < best.ms_per_token:
             best = found
-        price, last, value = _slope(costs.verify_ms, found), value, best.ms_per_token
+        price, last, value = (
+            _slope(costs.verify_ms, int(found.k.sum()), batch.rows),
+            value,
+            best.ms_per_token,
+        )
         if abs(value - last) <= _CLOSE * last:
             break
     if int(best.k.sum()) == len(costs.verify_ms) - 1:
         # The budget binds, and no slope shows what a place in it is worth: half a token, say.
-        found = _best_at(survival, costs, emits, value, _SCARCE * value)
+        found = _best_at(batch, value, _SCARCE * value)
         best = min(best, found, key=lambda plan: plan.ms_per_token)
     return best
 
 
-def _slope(verify_ms: Array, found: Allocation) -> float:
-    """Return ms per verified token around a plan's budget, over a window that spans steps."""
-    budget = int(found.k.sum())
-    reach = max(2, len(found.k) // 2)
+def _first_price(verify_ms: Array, rows: int) -> float:
+    """Return ms per verified token over the first two of each row."""
+    many = min(len(verify_ms) - 1, 2 * rows)
+    return float(verify_ms[many] - verify_ms[0]) / max(many, 1)
+
+
+def _slope(verify_ms: Array, budget: int, rows: int) -> float:
+    """Return ms per verified token around a budget, over a window that spans steps."""
+    reach = max(2, rows // 2)
     low, high = max(budget - reach, 0), min(budget + reach, len(verify_ms) - 1)
     return float(verify_ms[high] - verify_ms[low]) / max(high - low, 1)
 
 
-def _best_at(
-    survival: Array, costs: StepCosts, emits: float, value: float, price: float
-) -> Allocation:
-    """Return the plan with the largest value * emitted - step time at one token value."""
-    rows = len(survival)
-    gain = value * survival - costs.token_ms[:, None]
-    useful = gain > 0.0
-    reach = max(int(useful.any(axis=(0, 1)).sum()), 1)
-    depths = int(useful[:, DRAFT_MODEL].any(axis=0).sum()) + 1
-    gain = gain[:, :, :reach]
-    worth = np.maximum(gain - price, 0.0).cumsum(axis=2)
-    flat, flat_worth = _best_flat(worth)
-    flat_gain = gain[np.arange(rows), flat]
-    use = np.zeros((depths, rows), bool)
-    draft_worth = worth[:, DRAFT_MODEL, : depths - 1] - costs.switch_ms[:, None]
-    nothing_else = (survival[np.arange(rows), flat, 0] <= 0.0) & (costs.switch_ms <= 0.0)
-    use[1:] = (flat_worth < draft_worth.T) | nothing_else
-    within = np.arange(reach) < np.arange(depths)[:, None]
-    draft_gain = np.where(within[:, None, :], gain[None, :, DRAFT_MODEL], _BARRED)
-    net = np.where(use[:, :, None], draft_gain, flat_gain).reshape(depths, rows * reach)
-    ranked = -np.sort(-net, axis=1)[:, : len(costs.verify_ms) - 1]
-    score = -np.repeat(costs.verify_ms[None, : ranked.shape[1] + 1], depths, axis=0)
-    score[:, 1:] += ranked.cumsum(axis=1)
-    score -= (np.arange(depths) * costs.pass_ms + use @ costs.switch_ms)[:, None]
-    depth, budget = divmod(int(score.argmax()), score.shape[1])
-    taken = np.argsort(-net[depth], kind="stable")[:budget]
-    k = np.bincount(taken // reach, minlength=rows).astype(np.int32)
-    proposer = np.where(k > 0, np.where(use[depth], DRAFT_MODEL, flat), 0).astype(np.uint8)
-    inside = float(ranked[depth, budget - 1]) if budget else np.inf
-    outside = float(ranked[depth, budget]) if budget < ranked.shape[1] else -np.inf
-    cut = min(max(price, np.nextafter(outside, np.inf)), inside)
-    return priced(survival, costs, emits, proposer, k, max(cut, 0.0))
+def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
+    """Return the plan with the largest value * emitted - step time at one token value.
+
+    Each row has the better of the proposers that need no passes, or else the draft model, by what
+    their tokens are worth at `price`; every depth of the latter is tried that may be the best.
+    """
+    costs, survival = batch.costs, batch.survival
+    depths = survival.shape[1] + 1
+    gain = value * survival
+    gain -= costs.token_ms[:, None, None]
+    worth = gain - price
+    np.maximum(worth, 0.0, out=worth)
+    flat, flat_gain, flat_worth = _best_flat(gain, worth, batch.heads)
+    draft_worth = _UP_TO[:depths, : depths - 1] @ worth[DRAFT_MODEL] - costs.switch_ms
+    nothing_else = (survival[flat, 0, np.arange(batch.rows)] <= 0.0) & batch.current
+    use = (flat_worth < draft_worth) | nothing_else
+    # No budget does better than all tokens that are worth more than a price, each at that price.
+    bound = np.maximum(flat_worth, draft_worth).sum(axis=1) - _DEPTHS[:depths] * costs.pass_ms
+    bound += (price * np.arange(len(costs.verify_ms)) - costs.verify_ms).max()
+    best = -np.inf, 0
+    for depth in np.argsort(-bound, kind="stable").tolist():
+        if bound[depth] < best[0] - _ROUNDING * costs.verify_ms[-1]:
+            break
+        net = np.where(use[depth], gain[DRAFT_MODEL], flat_gain)
+        net[depth:, use[depth]] = _BARRED
+        ranked, budget, score = _best_budget(net, costs.verify_ms)
+        score -= depth * costs.pass_ms + float(use[depth] @ costs.switch_ms)
+        if (score, -depth) > best:
+            best, found = (score, -depth), (net, ranked, budget)
+    net, ranked, budget = found
+    k = _first(net, ranked[budget - 1], budget) if budget else np.zeros(batch.rows, np.int32)
+    chosen = np.where(use[-best[1]], DRAFT_MODEL, flat)
+    return _priced(
+        batch, np.where(k > 0, chosen, NONE).astype(np.uint8), k, _cut(ranked, budget, price)
+    )
 
 
-def _best_flat(worth: Array) -> tuple[Array, Array]:
-    """Return per row the better of the proposers that need no passes, and what it is worth."""
-    total = worth[:, _FLAT, -1]
-    best = total.argmax(axis=1)
-    return np.asarray(_FLAT)[best], total[np.arange(len(total)), best]
+def _best_flat(gain: Array, worth: Array, heads: bool) -> tuple[Array, Array, Array]:
+    """Return each row's better of the proposers that need no passes, gains and their worth."""
+    lookup = worth[NGRAM].sum(axis=0)
+    if not heads:
+        return np.asarray(NGRAM), gain[NGRAM], lookup
+    by_heads = (medusa := worth[MEDUSA].sum(axis=0)) > lookup
+    flat_gain = np.where(by_heads, gain[MEDUSA], gain[NGRAM])
+    return np.where(by_heads, MEDUSA, NGRAM), flat_gain, np.maximum(lookup, medusa)
+
+
+def _best_budget(net: Array, verify_ms: Array) -> tuple[Array, int, float]:
+    """Return the gains above 0, falling, how many of them to take, and what that leaves in ms."""
+    ranked = np.sort(net[net > 0.0])[::-1][: len(verify_ms) - 1]
+    score = -verify_ms[: len(ranked) + 1]
+    score[1:] += ranked.cumsum()
+    budget = int(score.argmax())
+    return ranked, budget, float(score[budget])
+
+
+def _first(net: Array, least: float, budget: int) -> Array:
+    """Return k i32 [rows]: `budget` places that gain `least` or more, of equals the first rows'."""
+    k: Array = (net >= least).sum(axis=0, dtype=np.int32)
+    beyond = int(k.sum()) - budget
+    if beyond:
+        equal = np.nonzero((net == least).T)[0]
+        np.subtract.at(k, equal[-beyond:], 1)
+    return k
+
+
+def _cut(ranked: Array, taken: int, price: float) -> float:
+    """Return a price at 0 or above that parts the gains which were taken from the others."""
+    outside = float(ranked[taken]) if taken < len(ranked) else 0.0
+    inside = float(ranked[taken - 1]) if taken else np.inf
+    return max(min(max(price, float(np.nextafter(outside, np.inf))), inside), 0.0)
 
 
 def priced(
     survival: Array, costs: StepCosts, emits: float, proposer: Array, k: Array, price: float
 ) -> Allocation:
     """Return the plan with its tokens and time as they really add up."""
-    row = np.arange(len(k))
-    taken = np.arange(survival.shape[2]) < k[:, None]
-    tokens = emits + float((survival[row, proposer] * taken).sum())
-    drafts = proposer == DRAFT_MODEL
-    depth = int(k[drafts].max(initial=0))
-    per_token = float((costs.token_ms[proposer] * k).sum())
-    ms = float(costs.verify_ms[int(k.sum())]) + depth * costs.pass_ms + per_token
-    ms += float(costs.switch_ms[drafts].sum())
-    ms += costs.pad_ms * (emits * int(k.max(initial=0)) - float(k.sum()))
-    return Allocation(proposer, k, depth, tokens, ms, price)
+    return _priced(_batch(survival, costs, emits), proposer, k, price)
+
+
+def _priced(batch: _Batch, proposer: Array, k: Array, price: float) -> Allocation:
+    costs, budget = batch.costs, int(k.sum())
+    tokens, ms = batch.totals[:, proposer, k, np.arange(len(k))].sum(axis=1).tolist()
+    depth = int((k * (proposer == DRAFT_MODEL)).max(initial=0))
+    ms += float(costs.verify_ms[budget]) + depth * costs.pass_ms
+    if costs.pad_ms > 0.0:
+        ms += costs.pad_ms * (batch.emits * int(k.max(initial=0)) - budget)
+    return Allocation(proposer, k, depth, batch.emits + tokens, ms, price)
