@@ -18,6 +18,8 @@ from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, A
 _FIRST_INTERVAL = 40
 _LAST_INTERVAL = 640
 _BLOCK_STEPS = 4
+_LOOK_STEPS = 4
+"""Whether a try could change the plan is looked at every so many steps: it costs another plan."""
 _MOST_ROWS = 4
 _DEPTH = 2
 """The second place shows whether a proposer that holds its first token goes on to hold more."""
@@ -41,6 +43,7 @@ class Explorer:
         self.interval_steps = np.full(PROPOSERS, _FIRST_INTERVAL, np.int64)
         self.proposer = 0
         self.left = 0
+        self.rest_steps = 0
         self.elapsed_ms = 0.0
         self.spent_ms = 0.0
 
@@ -75,8 +78,10 @@ class Explorer:
 
     def _begin(self, used: Array, hopes: Hopes, best: Allocation, costs: StepCosts) -> None:
         """Start a block for the first proposer that is due and might be worth planning."""
-        if self.spent_ms > _SHARE * self.elapsed_ms:
+        self.rest_steps -= 1
+        if self.rest_steps > 0 or self.spent_ms > _SHARE * self.elapsed_ms:
             return
+        self.rest_steps = _LOOK_STEPS
         for proposer in _TRIED:
             quiet, interval = self.quiet_steps[proposer], self.interval_steps[proposer]
             if quiet < interval or used[proposer] or not self.limits.has(proposer):
@@ -115,7 +120,7 @@ class Explorer:
         return {
             "quiet_steps": self.quiet_steps.copy(),
             "interval_steps": self.interval_steps.copy(),
-            "block": np.array([self.proposer, self.left]),
+            "block": np.array([self.proposer, self.left, self.rest_steps]),
             "time_ms": np.array([self.elapsed_ms, self.spent_ms]),
         }
 
@@ -125,5 +130,5 @@ class Explorer:
             raise ValueError("the explorer's state is incomplete or of another version")
         self.quiet_steps = np.array(state["quiet_steps"])
         self.interval_steps = np.array(state["interval_steps"])
-        self.proposer, self.left = (int(v) for v in state["block"])
+        self.proposer, self.left, self.rest_steps = (int(v) for v in state["block"])
         self.elapsed_ms, self.spent_ms = (float(v) for v in state["time_ms"])
