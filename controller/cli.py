@@ -21,6 +21,8 @@ from parlay.controller.learned_states import read_snapshot
 from parlay.controller.log import StepLog
 from parlay.controller.service import check_private
 from parlay.controller.service import serve as serve_host
+from parlay.controller.sharing import Sharing
+from parlay.controller.store import open_store
 from parlay.policies.decision_log import LogSettings
 
 PROBE_S = 1.0
@@ -52,12 +54,23 @@ def serve(
     warm_start: Annotated[
         Path | None, typer.Option(help="let new engines start from this snapshot")
     ] = None,
+    state: Annotated[
+        str,
+        typer.Option(
+            envvar="PARLAY_STATE",
+            help="where what is learned is kept and shared: memory, file:PATH, redis://, rediss://,"
+            " redis+sentinel:// or redis+cluster://",
+        ),
+    ] = "memory",
+    tenant: Annotated[str, typer.Option(help="replicas of one tenant learn together")] = "default",
+    model: Annotated[str, typer.Option(help="replicas of one model learn together")] = "default",
 ) -> None:
     """Serve speculation plans to engines; SIGTERM drains and ends."""
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
     try:
         warm = None if warm_start is None else read_snapshot(warm_start)
         host = Host(policy, parse_settings(settings or []), warm=warm)
+        store = open_store(state)
         if admin is not None:
             check_private(admin)
             claim(admin)
@@ -66,7 +79,9 @@ def serve(
             if log is not None:
                 kept = StepLog(log, policy, LogSettings(sample_rate=log_sample))
                 host.keep = stack.enter_context(kept).put
-            asyncio.run(_run(host, listen, admin, Audit(audit), snapshots))
+            sharing = Sharing(store, tenant, model)
+            stack.callback(sharing.close)
+            asyncio.run(_run(host, listen, sharing, admin, Audit(audit), snapshots))
     except (OSError, ValueError) as error:
         _fail(str(error))
     release(listen)
@@ -149,7 +164,12 @@ def _listens(path: Path) -> bool:
 
 
 async def _run(
-    host: Host, listen: str, admin: str | None, audit: Audit, snapshots: Path | None
+    host: Host,
+    listen: str,
+    sharing: Sharing,
+    admin: str | None,
+    audit: Audit,
+    snapshots: Path | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -161,9 +181,13 @@ async def _run(
         # Unbuffered: what could not be written must not be tried again, and complained of, at exit.
         os.write(sys.stdout.fileno(), line.encode())
 
-    await serve_host(
-        host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
-    )
+    shares = asyncio.create_task(sharing.run(host.sessions))
+    try:
+        await serve_host(
+            host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
+        )
+    finally:
+        shares.cancel()
 
 
 def _fail(text: str) -> NoReturn:

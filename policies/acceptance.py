@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from parlay.policies.allocate import HAZARD_CEILING
+from parlay.policies.counts import Counts
 from parlay.policies.evidence import Drafts, drafts_of
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -37,7 +38,7 @@ PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4])
 PRIOR_ROWS = 24.0
 NEIGHBOUR_ROWS = 12.0
 NEIGHBOUR_REACH = 0.5
-_HALF_LIFE_ROWS = 600.0
+HALF_LIFE_ROWS = 600.0
 TASK_STRENGTH = 6.0
 TASK_HALF_LIFE_ROWS = 400.0
 REQUEST_STRENGTH = 3.5
@@ -69,12 +70,16 @@ class Acceptance:
         self.rejected = np.zeros((CHANNELS, k_max))
         self.exposed = np.zeros((CHANNELS, k_max))
         self.hazard = np.zeros((CHANNELS, k_max))
+        # What other replicas counted: decided on, neither aged nor passed on here.
+        self.others = np.zeros((2, CHANNELS, k_max))
+        self.rows = np.zeros(PROPOSERS)
         self.version = 0
         self._total = np.zeros((2, CHANNELS, k_max))
         self._snapshots = {0: self._total.copy()}
         self._task_row: dict[int, int] = {0: 0}
         self._task_seen = np.zeros(_TASKS, np.int64)
-        self._task = np.zeros((2, _TASKS, PROPOSERS))
+        self._task, self._task_others = np.zeros((2, 2, _TASKS, PROPOSERS))
+        self._task_rows = np.zeros((_TASKS, PROPOSERS))
         self._row: dict[int, int] = {}
         self._free: list[int] = []
         # The rows of the batch that was asked for last: a step asks twice, and the next one again.
@@ -129,7 +134,7 @@ class Acceptance:
         That is _HOPE standard deviations lower: its task's rejections are about a Poisson count,
         and what was not seen for quiet_steps may have drifted.
         """
-        known = 1.0 + self._task[0, self._request_task[rows], proposer]
+        known = 1.0 + (self._task + self._task_others)[0, self._request_task[rows], proposer]
         least = frailty.copy()
         sd = np.sqrt(1.0 / known + _DRIFT_PER_STEP * quiet_steps)
         least[:, proposer] *= np.exp(-_HOPE * sd)
@@ -216,25 +221,28 @@ class Acceptance:
 
     def _age(self, row: Array, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
-        decay = 0.5 ** (np.bincount(proposer, minlength=PROPOSERS) / _HALF_LIFE_ROWS)
+        rows = np.bincount(proposer, minlength=PROPOSERS)
+        self.rows += rows
+        decay = 0.5 ** (rows / HALF_LIFE_ROWS)
         by_channel = np.concatenate([np.full(BUCKETS, decay[NGRAM]), decay[2:]])
         self.rejected *= by_channel[:, None]
         self.exposed *= by_channel[:, None]
         counts = np.bincount(task * PROPOSERS + proposer, minlength=_TASKS * PROPOSERS)
-        self._task *= 0.5 ** (counts.reshape(_TASKS, PROPOSERS) / TASK_HALF_LIFE_ROWS)
+        task_rows = counts.reshape(_TASKS, PROPOSERS)
+        self._task_rows += task_rows
+        self._task *= 0.5 ** (task_rows / TASK_HALF_LIFE_ROWS)
 
     def _refit(self) -> None:
         """Shrink each position to the shallower ones near it, and those to the prior."""
         prior = PRIOR_ROWS * PRIOR_HAZARD[:, None]
-        near = (prior + self.rejected @ self._neighbours) / (
-            PRIOR_ROWS + self.exposed @ self._neighbours
-        )
-        hazard = (NEIGHBOUR_ROWS * near + self.rejected) / (NEIGHBOUR_ROWS + self.exposed)
+        rejected, exposed = self.rejected + self.others[0], self.exposed + self.others[1]
+        near = (prior + rejected @ self._neighbours) / (PRIOR_ROWS + exposed @ self._neighbours)
+        hazard = (NEIGHBOUR_ROWS * near + rejected) / (NEIGHBOUR_ROWS + exposed)
         self.hazard = np.minimum(np.maximum(hazard, HAZARD_FLOOR), HAZARD_CEILING)
         self._hazard = self.hazard.astype(np.float32)
 
     def _task_frailty(self) -> Array:
-        rejected, expected = self._task
+        rejected, expected = self._task + self._task_others
         frailty: Array = (TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected)
         return frailty
 
@@ -266,7 +274,8 @@ class Acceptance:
                     key=lambda t: self._task_seen[self._task_row[t]],
                 )
                 row = self._task_row.pop(oldest)
-                self._task[:, row] = 0.0
+                self._task[:, row] = self._task_others[:, row] = 0.0
+                self._task_rows[row] = 0.0
             self._task_row[task] = row
         self._task_seen[row] = self.version
         return row
@@ -318,6 +327,30 @@ class Acceptance:
             self._request_task[row] = state["request_task"][place]
             self._seen[row] = state["request_seen"][place]
         self._task_seen[: len(self._task_row)] = state["task_seen"]
+        self._refit()
+
+    def counted(self) -> Counts:
+        """Return what was counted here and nowhere else."""
+        at = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
+        return Counts(
+            np.stack([self.rejected, self.exposed]),
+            self.rows.copy(),
+            np.fromiter(self._task_row, np.uint32, len(at)),
+            self._task[:, at],
+            self._task_rows[at],
+        )
+
+    def join(self, own: Counts, others: Counts) -> None:
+        """Go on from `own`, of tasks as in `counted`; decide on these and, from now, on `others`."""
+        self.rejected, self.exposed = own.places.copy()
+        self._task[:, [self._task_row[t] for t in own.task_id.tolist()]] = own.task_counts
+        self.others = others.places.copy()
+        self._task_others[:] = 0.0
+        for place, task in enumerate(others.task_id.tolist()):
+            if task not in self._task_row and len(self._task_row) < _TASKS:
+                self._task_of(task)
+            if task in self._task_row:
+                self._task_others[:, self._task_row[task]] = others.task_counts[:, place]
         self._refit()
 
     def delta(self, since: int) -> dict[str, Array]:
