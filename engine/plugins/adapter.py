@@ -1,0 +1,224 @@
+"""Between an engine and what decides for it: a view in, a fitted plan out, outcomes in.
+
+Everything that plugins share is here; a plugin adds what its engine differs in. Nothing in here
+can fail a step of the engine: where the policy raises, nobody speculates. Free of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from parlay.engine.commit import RECENT_DECAY
+from parlay.engine.planner import Planner
+from parlay.engine.plugins.counters import Counters
+from parlay.engine.plugins.hints import speculation_of
+from parlay.engine.plugins.settings import PluginSettings, make_planner, read_settings
+from parlay.engine.plugins.tracked import Load, Tracked, view_of
+from parlay.engine.request import SpeculationParams
+from parlay.policies.allocate import fit_plan
+from parlay.policies.policy import EngineLimits
+from parlay.policies.types import (
+    PROPOSERS,
+    Array,
+    BatchView,
+    Fitted,
+    Plan,
+    PlanSource,
+    Proposer,
+    ShadowRows,
+    StepOutcome,
+    no_shadows,
+)
+
+__all__ = ["Adapter", "Decision", "Load", "StepResult", "Tracked", "view_of"]
+
+log = logging.getLogger("parlay.plugin")
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """What a step is to do, by row of its view: fit.proposer, fit.k. Give it back to `observe`."""
+
+    view: BatchView
+    plan: Plan | None
+    source: PlanSource
+    fit: Fitted
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did, by row of the decision's view; a row that did not run has zeros.
+
+    drafted, accepted (before end or stop cropped it) and emitted tokens; verified, None where all
+    that was drafted was; truncated_by as in StepOutcome; confidences f32 [rows, K]. draft_ms f32
+    [PROPOSERS], draft_depth, verify_ms and step_ms as in StepOutcome; padded_tokens, 0 where the
+    pass had no rows but those of the batch.
+    """
+
+    drafted: Array
+    accepted: Array
+    emitted: Array
+    verified: Array | None = None
+    truncated_by: Array | None = None
+    confidences: Array | None = None
+    shadow: ShadowRows = field(default_factory=no_shadows)
+    draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
+    draft_depth: int = 0
+    verify_ms: float = 0.0
+    step_ms: float = 0.0
+    padded_tokens: int = 0
+
+
+class Adapter:
+    """Steers one engine; several threads may call it, each with steps of its own.
+
+    engine: its kind, for logs and the sidecar. limits: what it can do. settings: None reads the
+    environment. planner: decides instead of what the settings say. Raises ValueError where the
+    settings make no sense.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        limits: EngineLimits,
+        settings: PluginSettings | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        self.engine, self.limits = engine, limits
+        self.planner = planner or make_planner(settings or read_settings(), engine, limits)
+        self.counters = Counters()
+        self._requests: dict[int, Tracked] = {}
+        self._ids, self._steps = itertools.count(1), itertools.count()
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+
+    def add(self, speculation: SpeculationParams | None = None) -> Tracked:
+        """Take on a request."""
+        tracked = Tracked(next(self._ids), speculation or SpeculationParams())
+        with self._lock:
+            self._requests[tracked.request_id] = tracked
+        return tracked
+
+    def add_hinted(self, hints: Mapping[str, Any] | None, prefix: str = "parlay_") -> Tracked:
+        """Take on a request with hints from outside; those that make no sense are left aside."""
+        try:
+            return self.add(speculation_of(hints, prefix))
+        except ValueError as error:
+            self.fallback("hints left aside", f": {error}")
+            return self.add()
+
+    def forget(self, tracked: Tracked) -> None:
+        """Let go of a request that has ended."""
+        with self._lock:
+            self._requests.pop(tracked.request_id, None)
+
+    def decide(self, view: BatchView) -> Decision:
+        """Return what the coming step is to do; numbers the view's step."""
+        start_ns = time.perf_counter_ns()
+        with self._lock:
+            view.step_id = next(self._steps)
+            try:
+                plan, source = self.planner.plan(view)
+                fit = fit_plan(plan, view)
+            except Exception as error:
+                self._failed("decide", error)
+                plan, source, fit = None, PlanSource.DEFAULT, fit_plan(None, view)
+            self.counters.plans[PlanSource.DEFAULT if plan is None else source] += 1
+            self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
+        return Decision(view, plan, source, fit)
+
+    def verify_k(self, decision: Decision, drafted: Array, confidences: Array | None) -> Array:
+        """Return how many of each row's drafts to verify, i32 [rows]: the plan's budget may bind.
+
+        drafted i32 [rows]; confidences f32 [rows, K], made before each token was drawn.
+        """
+        if not drafted.any():
+            return drafted
+        try:
+            return fit_plan(decision.plan, decision.view, drafted, confidences).verify_k
+        except Exception as error:
+            self._failed("fit its budget", error)
+            return drafted
+
+    def observe(self, decision: Decision, result: StepResult) -> None:
+        """Hear what became of a decision; steps may overlap, each is told once, in order."""
+        start_ns = time.perf_counter_ns()
+        outcome = outcome_of(decision, result)
+        with self._lock:
+            self._keep(outcome)
+            self.counters.add(outcome)
+            try:
+                self.planner.observe(outcome)
+            except Exception as error:
+                self._failed("observe", error)
+            self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
+
+    def fallback(self, reason: str, detail: str = "") -> None:
+        """Count that the engine goes its own way, for one of few reasons; say each once."""
+        self.counters.fallbacks[reason] += 1
+        self._say(reason, f"{reason}{detail}")
+
+    def close(self) -> None:
+        """Let go of threads and sockets."""
+        self.planner.close()
+
+    def _keep(self, outcome: StepOutcome) -> None:
+        for row, request_id in enumerate(outcome.request_id.tolist()):
+            request, emitted = self._requests.get(request_id), int(outcome.emitted[row])
+            if request is not None and emitted:
+                request.steps += 1
+                request.drafted += int(outcome.drafted_k[row])
+                request.accepted += int(outcome.accepted[row])
+                request.recent_accept += (1 - RECENT_DECAY) * (emitted - request.recent_accept)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.counters.errors += 1
+        self._say(what, f"the policy failed to {what}, nobody speculates: {error!r}")
+
+    def _say(self, topic: str, line: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            log.warning("%s: %s", self.engine, line)
+
+
+def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
+    """Return what the policy is told of a step."""
+    view, fit = decision.view, decision.fit
+    drafted = np.asarray(result.drafted, np.int16)
+    verified = drafted if result.verified is None else np.asarray(result.verified, np.int16)
+    rows, depth = len(view), max(int(drafted.max(initial=0)), 1)
+    computed = int(np.maximum(view.prefill_tokens, 1).sum() + verified.sum())
+    blank = np.full((rows, depth), np.nan, np.float32)
+    cut = np.zeros(rows, np.uint8) if result.truncated_by is None else result.truncated_by
+    return StepOutcome(
+        request_id=view.request_id,
+        task=view.task,
+        proposer=np.where(fit.k > 0, fit.proposer, Proposer.NONE).astype(np.uint8),
+        requested_k=fit.k.astype(np.int16),
+        drafted_k=drafted,
+        verified_k=verified,
+        accepted=np.asarray(result.accepted, np.int16),
+        emitted=np.asarray(result.emitted, np.int16),
+        match_tokens=view.match_tokens,
+        truncated_by=np.asarray(cut, np.uint8),
+        plan_source=np.where(fit.follows, decision.source, PlanSource.DEFAULT).astype(np.uint8),
+        plan_step_id=np.full(rows, decision.plan.step_id if decision.plan else 0, np.uint64),
+        confidences=blank if result.confidences is None else result.confidences,
+        shadow=result.shadow,
+        step_id=view.step_id,
+        padded_tokens=result.padded_tokens or computed,
+        prefill_tokens=int(view.prefill_tokens.sum()),
+        kv_tokens=view.kv_tokens,
+        draft_ms=np.asarray(result.draft_ms, np.float32),
+        draft_depth=result.draft_depth,
+        verify_ms=result.verify_ms,
+        step_ms=result.step_ms,
+    )
