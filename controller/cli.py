@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -19,11 +19,15 @@ from parlay.controller.audit import Audit
 from parlay.controller.host import Host
 from parlay.controller.learned_states import read_snapshot
 from parlay.controller.log import StepLog
+from parlay.controller.observatory import Observatory
 from parlay.controller.service import check_private
 from parlay.controller.service import serve as serve_host
 from parlay.controller.sharing import Sharing
 from parlay.controller.store import open_store
 from parlay.policies.decision_log import LogSettings
+
+if TYPE_CHECKING:
+    from parlay.controller.web import Page
 
 PROBE_S = 1.0
 MAX_PATH_BYTES = 107
@@ -64,6 +68,9 @@ def serve(
     ] = "memory",
     tenant: Annotated[str, typer.Option(help="replicas of one tenant learn together")] = "default",
     model: Annotated[str, typer.Option(help="replicas of one model learn together")] = "default",
+    http: Annotated[
+        str | None, typer.Option(help="where the page, /metrics and /health are served: host:port")
+    ] = None,
 ) -> None:
     """Serve speculation plans to engines; SIGTERM drains and ends."""
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
@@ -75,13 +82,18 @@ def serve(
             check_private(admin)
             claim(admin)
         claim(listen)
+        page = None if http is None else _page(host, http)
         with contextlib.ExitStack() as stack:
             if log is not None:
                 kept = StepLog(log, policy, LogSettings(sample_rate=log_sample))
                 host.keep = stack.enter_context(kept).put
+                if page is not None:
+                    page[0].metrics.log = kept
             sharing = Sharing(store, tenant, model)
             stack.callback(sharing.close)
-            asyncio.run(_run(host, listen, sharing, admin, Audit(audit), snapshots))
+            if page is not None and state.startswith("redis"):
+                page[0].metrics.redis_lag_s = lambda: sharing.lag_s
+            asyncio.run(_run(host, listen, sharing, page, admin, Audit(audit), snapshots))
     except (OSError, ValueError) as error:
         _fail(str(error))
     release(listen)
@@ -167,6 +179,7 @@ async def _run(
     host: Host,
     listen: str,
     sharing: Sharing,
+    page: tuple[Page, socket.socket] | None,
     admin: str | None,
     audit: Audit,
     snapshots: Path | None,
@@ -183,11 +196,30 @@ async def _run(
 
     shares = asyncio.create_task(sharing.run(host.sessions))
     try:
-        await serve_host(
-            host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            if page is not None:
+                from parlay.controller.web import listening
+
+                url = await stack.enter_async_context(listening(*page))
+                os.write(sys.stdout.fileno(), f"parlay: page on {url}\n".encode())
+            await serve_host(
+                host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
+            )
     finally:
         shares.cancel()
+
+
+def _page(host: Host, address: str) -> tuple[Page, socket.socket]:
+    """Let the host be watched; return the page about it and the socket it will be served on."""
+    try:
+        from parlay.controller.metrics import Metrics
+        from parlay.controller.web import Page, bind
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("parlay"):
+            raise
+        raise ValueError(f"--http needs {error.name}: pip install 'parlay[web]'") from None
+    host.watch = Observatory()
+    return Page(host.watch, Metrics(host.watch, lambda: host.policy)), bind(address)
 
 
 def _fail(text: str) -> NoReturn:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import count
+from time import perf_counter
 
 from parlay.controller.heard import HeardStep
 from parlay.controller.learned_states import Snapshot
 from parlay.controller.lifecycle import Lifecycle, UnknownEngine
+from parlay.controller.observatory import Observatory
 from parlay.controller.session import Counts, Session, spec_of
 from parlay.policies.types import BatchView, Plan, StepOutcome
 from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
@@ -38,7 +40,7 @@ class Host:
     """Keeps a session for each engine; raises ValueError where policy or settings are unknown.
 
     keep: gets every step whose view and outcome were heard; it must not raise nor take long.
-    warm: what engines that are new start from.
+    warm: what engines that are new start from. watch: is told of every decision and outcome.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Host:
         settings: Mapping[str, str] | None = None,
         keep: Callable[[HeardStep], None] | None = None,
         warm: Snapshot | None = None,
+        watch: Observatory | None = None,
     ) -> None:
-        self.keep, self.warm = keep, warm
+        self.keep, self.warm, self.watch = keep, warm, watch
         self.sessions: dict[str, Session] = {}
         self.lifecycle = Lifecycle(spec_of(policy, settings), self.sessions)
         self._streams = count(1)
@@ -110,6 +113,8 @@ class Host:
             self.lifecycle.observe(session, outcome, step)
         else:
             session.policy.observe(outcome)
+        if self.watch is not None:
+            self.watch.observed(session, outcome)
         return True
 
     def decide(self, session: Session, view: BatchView) -> Plan | None:
@@ -119,6 +124,7 @@ class Host:
             return None
         session.last_view = view.step_id
         session.counts.plans += 1
+        start_s = perf_counter()
         if not session.trials:
             plan = session.policy.decide(view)
         else:
@@ -126,6 +132,8 @@ class Host:
         session.state_version = plan.state_version
         if self.keep is not None or session.trials:
             session.waiting.decided(view, plan)
+        if self.watch is not None:
+            self.watch.decided(session, view, plan, perf_counter() - start_s)
         return plan
 
     def session(self, engine_id: str) -> Session:

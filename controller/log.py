@@ -73,6 +73,11 @@ class StepLog:
         self._thread = threading.Thread(target=self._work, name="parlay-log", daemon=True)
         self._thread.start()
 
+    @property
+    def waiting_steps(self) -> int:
+        """Return how many steps wait to be written."""
+        return len(self._steps)
+
     def put(self, step: HeardStep) -> None:
         """Take a step; never waits for the disk."""
         with self._ready:

@@ -101,8 +101,14 @@ class Sharing:
         self._members: dict[str, _Member] = {}
         self._random = random.Random(self._instance)
         self._wake, self._closing, self._backoff_s = threading.Event(), False, 0.0
+        self._exchanged_s = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="parlay-state", daemon=True)
         self._thread.start()
+
+    @property
+    def lag_s(self) -> float:
+        """Return the seconds since the newest exchange with the store that worked."""
+        return time.monotonic() - self._exchanged_s
 
     # --- The thread that decides -----------------------------------------------------------------
 
@@ -236,6 +242,7 @@ class Sharing:
             return
         pooled = {(m.scope, m.writer): encode(m.out.arrays()) for m in live if m.out is not None}
         found = self._store.exchange(pooled)
+        self._exchanged_s = time.monotonic()
         for member in live:
             if not member.asked:
                 member.saved = self._saved(member)

@@ -341,7 +341,7 @@ class Acceptance:
         )
 
     def join(self, own: Counts, others: Counts) -> None:
-        """Go on from `own`, of tasks as in `counted`; decide on these and, from now, on `others`."""
+        """Go on from `own`, of tasks as in `counted`; from now decide on these and on `others`."""
         self.rejected, self.exposed = own.places.copy()
         self._task[:, [self._task_row[t] for t in own.task_id.tolist()]] = own.task_counts
         self.others = others.places.copy()

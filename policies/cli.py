@@ -23,6 +23,7 @@ GROUP = "parlay.commands"
 _HELP = {
     "demo": "Decode real prompts under the sidecar and compare with fixed settings.",
     "evaluate": "Estimate from a decision log what other policies would have earned.",
+    "explain": "Say why a request got its plan.",
     "generate": "Generate text for one prompt.",
     "serve": "Run the policy sidecar.",
     "admin.activate": "Make a policy active on a running sidecar.",
@@ -45,6 +46,7 @@ _HELP = {
     "log.stats": "Sum a decision log up.",
     "policies.describe": "Say what a policy does, where it is from and what can be set.",
     "policies.list": "List the policies.",
+    "top": "Watch a running sidecar in the terminal.",
     "train": "Train a policy in the simulator.",
     "simulate": "Run policies on scenarios, without a model and without a GPU.",
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-from typing import Any
+from itertools import count
 
 import numpy as np
 
 from parlay.controller.host import Host, Session
-from parlay.controller.observatory import Observatory
 from parlay.policies.policy import EngineLimits
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome, task_id
 from parlay.protos.codec import Hello
 
+_RUNS = count(1)
 TAGS = ("chat", "code", "edit", "summarise")
 
 
@@ -25,27 +24,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-class WatchedHost(Host):
-    """A host that tells an observatory of what it decides and hears."""
-
-    def __init__(self, policy: str, observatory: Observatory, **settings: Any) -> None:
-        super().__init__(policy, settings)
-        self.seen_by = observatory
-
-    def observe(self, session: Session, outcome: StepOutcome) -> bool:
-        taken = super().observe(session, outcome)
-        if taken:
-            self.seen_by.observed(session, outcome)
-        return taken
-
-    def decide(self, session: Session, view: BatchView) -> Plan | None:
-        begin_s = perf_counter()
-        plan = super().decide(session, view)
-        if plan is not None:
-            self.seen_by.decided(session, view, plan, perf_counter() - begin_s)
-        return plan
 
 
 class TaggedHistory(History):
@@ -68,7 +46,7 @@ def run_steps(
     limits: EngineLimits = LIMITS,
 ) -> tuple[Session, list[tuple[BatchView, Plan, StepOutcome]]]:
     """Run an engine for some steps; return its session, and views, plans and outcomes."""
-    session, _ = host.hello(Hello(engine, limits), host.new_stream())
+    session, _ = host.hello(Hello(engine, limits, run_id=next(_RUNS)), host.new_stream())
     history, seen = TaggedHistory(rows, limits=limits), []
     for _ in range(steps):
         view = history.view()

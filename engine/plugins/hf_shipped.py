@@ -40,8 +40,8 @@ def shipped_draft(model: Any, path: Path | None = None) -> Any:
     embedding = model.get_input_embeddings().weight
     file = path or Path(str(resources.files("parlay.engine") / "data/smollm2_draft.safetensors"))
     config, weights, ids = load_draft(file, embedding)
-    if getattr(config, "state_layers", ()):
-        raise ValueError(f"draft {file} reads the target's states, which transformers keeps inside")
+    # transformers keeps the target's states to itself; without them a draft guesses less well.
+    weights.pop("state_proj.weight", None)
     with torch.device("meta"):
         draft = LlamaForCausalLM(_llama_config(config, len(embedding)))
     draft.lm_head = TrimmedHead(weights.pop("lm_head.weight"), ids, len(embedding))
