@@ -177,7 +177,7 @@ class Adapter:
                 request.steps += 1
                 request.drafted += int(outcome.drafted_k[row])
                 request.accepted += int(outcome.accepted[row])
-                request.recent_accept += (2 - RECENT_DECAY) * (emitted - request.recent_accept)
+                request.recent_accept += (1 - RECENT_DECAY) * (emitted - request.recent_accept)
 
     def _failed(self, what: str, error: Exception) -> None:
         self.counters.errors += 1
