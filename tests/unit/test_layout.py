@@ -26,7 +26,16 @@ MAY_IMPORT = {
 KNOW_THE_WIRE = {"engine/remote.py", "engine/stats.py", "engine/bench_rpc.py"}
 TORCH_FREE = [
     "parlay.engine." + name
-    for name in ("backend", "kv_cache", "planner", "request", "scheduler", "step", "virtual")
+    for name in (
+        "backend",
+        "kv_cache",
+        "planner",
+        "plugins.adapter",
+        "request",
+        "scheduler",
+        "step",
+        "virtual",
+    )
 ]
 
 
