@@ -24,7 +24,7 @@ from parlay.controller.tally import (
     calibration_error,
 )
 from parlay.controller.wording import plain
-from parlay.policies.explain import BECAUSE, name_of
+from parlay.policies.explain import BECAUSE, BY_GUARD, by_guard, name_of
 from parlay.policies.types import PROPOSERS, Array, PlanSource, Reason, task_id
 
 SILENT_S = 10.0
@@ -210,12 +210,13 @@ def _decisions(engines: dict[str, EngineSeen]) -> list[dict[str, Any]]:
             decision = seen.newest[-1]
             count = len(decision.plan)
             places = np.linspace(0, count - 1, min(each, count)).round().astype(int).tolist()
-            found += [decision_figures(engine, decision, place) for place in places]
+            guards = by_guard(seen.session.policy, decision.plan)
+            found += [decision_figures(engine, decision, place, guards) for place in places]
     return found
 
 
-def decision_figures(engine: str, decision: Decision, place: int) -> dict[str, Any]:
-    """Return one row of a decision.
+def decision_figures(engine: str, decision: Decision, place: int, guards: bool) -> dict[str, Any]:
+    """Return one row of a decision; guards: a guard made the plan in its policy's place.
 
     tokens: expected in the step, the bonus token counted. worth_ms: of those drafted; cost_ms: of
     drafting and verifying them, the draft model's shared passes left out; None without prices.
@@ -240,7 +241,7 @@ def decision_figures(engine: str, decision: Decision, place: int) -> dict[str, A
         "tokens": 1.0 + drafted,
         "worth_ms": drafted * plan.token_value_ms if k else math.nan,
         "cost_ms": cost_ms if k else math.nan,
-        "why": "its prompt is being computed" if prompt else why,
+        "why": "its prompt is being computed" if prompt else (BY_GUARD if guards else why),
     }
 
 

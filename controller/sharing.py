@@ -170,7 +170,7 @@ class Sharing:
         heard, member.heard = member.heard, None
         member.due_s = now_s + self._period_s * self._random.uniform(0.9, 1.1)
         if heard is not None and member.saved is not None:
-            self._warm(member, alone=not heard)
+            self._warm(member)
         if member.pool is not None:
             member.out = member.pool.exchange(heard, now_s)
         seen = member.session.counts.outcomes + member.session.counts.plans
@@ -187,13 +187,14 @@ class Sharing:
             member.to_save = saved_of(member.policy, member.pool)
             member.saved_outcomes = outcomes
 
-    def _warm(self, member: _Member, alone: bool) -> None:
+    def _warm(self, member: _Member) -> None:
+        """Begin with what the store had kept: it is newer than a --warm-start snapshot."""
         saved, member.saved = member.saved, None
         if saved is None or member.session.counts.outcomes > WARM_STEPS:
             return
         state, age_s, own = saved
         try:
-            warm(member.policy, member.pool, state, age_s, own, alone)
+            warm(member.policy, member.pool, state, age_s, own)
             self.counts.warmed += 1
         except ValueError as error:
             self.counts.unfit += 1

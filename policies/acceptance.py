@@ -73,6 +73,7 @@ class Acceptance:
         # What other replicas counted: decided on, neither aged nor passed on here.
         self.others = np.zeros((2, CHANNELS, k_max))
         self.rows = np.zeros(PROPOSERS)
+        self.loaded = False
         self.version = 0
         self._total = np.zeros((2, CHANNELS, k_max))
         self._snapshots = {0: self._total.copy()}
@@ -317,7 +318,7 @@ class Acceptance:
                 f" not {(CHANNELS, self.k_max)}: load it with the k_max that it was saved with"
             )
         self.__dict__.update(fresh.__dict__)
-        self.version = int(state["version"])
+        self.loaded, self.version = True, int(state["version"])
         self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
         self._task_row = {int(t): row for row, t in enumerate(state["task_id"])}
         self._task[:, : len(self._task_row)] = state["task_counts"]

@@ -44,6 +44,7 @@ BECAUSE = {
     Reason.HEURISTIC: "the policy's rule of thumb says so",
 }
 """Each reason in words, to follow "because"."""
+BY_GUARD = "the guard has nobody draft in this step"
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,7 +111,7 @@ class Explanation:
         if self.prefill_tokens:
             return "its prompt is being computed"
         if self.by_guard:
-            return "the guard has nobody draft in this step"
+            return BY_GUARD
         return BECAUSE[self.reason]
 
     def as_json(self) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def explain(policy: Policy, view: BatchView, plan: Plan, request_id: int) -> Exp
         proposer=name_of(proposer),
         k=k,
         reason=Reason(int(plan.reason[at])) if int(plan.reason[at]) in BECAUSE else Reason(0),
-        by_guard=core is not None and plan.survival is None,
+        by_guard=by_guard(policy, plan),
         propensity=float(plan.propensity[at]),
         survival=_by_proposer(view, survival, row, limit),
         options=options,
@@ -190,9 +191,14 @@ def estimator_of(policy: Any) -> Goodput | None:
     return policy
 
 
+def by_guard(policy: Any, plan: Plan) -> bool:
+    """Return whether a guard made the plan: it is without the estimates that its policy has."""
+    return plan.survival is None and estimator_of(policy) is not None
+
+
 def step_costs(core: Goodput, view: BatchView, plan: Plan) -> StepCosts:
     """Return the price list of a step of `view`, with the plan's own token prices if it has any."""
-    decoding = max(int((view.prefill_tokens == 0).sum()), 1)
+    decoding = max(_decoding(view), 1)
     prompts = int(view.prefill_tokens.sum())
     most = min(len(view) * K_LIMIT, max(core.limits.token_budget - decoding - prompts, 0))
     tokens = np.arange(decoding, decoding + most + 1)
@@ -248,7 +254,7 @@ def _options(
     if core is None or survival is None or len(plan) != len(view):
         return [], None, math.nan, math.nan
     costs, worth = step_costs(core, view, plan), usable(view, survival)
-    emits = max(float((view.prefill_tokens == 0).sum()), 1.0)
+    emits = max(float(_decoding(view)), 1.0)
     planned_k = np.minimum(plan.k, survival.shape[2]).astype(np.int32)
     room = len(costs.verify_ms) - 1 - int(planned_k.sum() - planned_k[row])
 
@@ -288,6 +294,8 @@ def _notes(core: Goodput | None, view: BatchView, plan: Plan, row: int, proposer
         notes.append(
             "the guard measures or has turned the policy off; estimates are the policy's of now"
         )
+    if core is not None and _decoding(view) + view.prefill_tokens.sum() >= core.limits.token_budget:
+        notes.append("prompts fill the step: there is no room for drafts")
     if math.isfinite(view.tpot_target_ms[row]):
         notes.append("its latency target makes its tokens count more or less; figures leave it out")
     if plan.budget_tokens != NO_BUDGET:
@@ -295,6 +303,10 @@ def _notes(core: Goodput | None, view: BatchView, plan: Plan, row: int, proposer
     if view.match_tokens[row] <= 0 and view.proposer_mask[row] >> NGRAM & 1 and not proposer:
         notes.append("the n-gram found no match in its text")
     return notes
+
+
+def _decoding(view: BatchView) -> int:
+    return int((view.prefill_tokens == 0).sum())
 
 
 def _finite(value: Any) -> Any:

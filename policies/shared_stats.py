@@ -32,7 +32,7 @@ FADE_S = 15.0
 """Half-life of what a silent replica counted, on top of the rows that others counted since."""
 GONE_S = 60.0
 STAND_IN_FADE_S = 86_400.0
-"""Half-life of the counts in a saved state, which stand in where no replica is there to ask."""
+"""Half-life of the counts in a saved state, which stand in for what no replica tells of."""
 _POOLED = "pooled."
 _TAKEN = ("cost", "calibration")
 _CHANNEL_PROPOSER = np.array([NGRAM] * BUCKETS + list(range(2, PROPOSERS)))
@@ -102,16 +102,23 @@ def pooled(parts: Sequence[tuple[Counts, Array, Array]], like: Counts) -> Counts
 
 
 class Pool:
-    """One policy's counts among those of other replicas; used from the policy's thread only."""
+    """One policy's counts among those of other replicas; used from the policy's thread only.
+
+    What the policy was loaded with before (`parlay serve --warm-start`) stands in, as no counts of
+    its own: replicas that begin with one file would pass it on once each.
+    """
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.acceptance = acceptance
         self._heard: dict[str, _Heard] = {}
         self._others = Counts.none(CHANNELS, acceptance.k_max)
-        self._before = acceptance.counted()
+        if acceptance.loaded:
+            self.stand_in(acceptance.counted(), 0.0)
+        self.restart(forget=acceptance.loaded)
 
     def restart(self, forget: bool) -> None:
         """Go on after the policy was loaded; forget: what it was loaded with is not its own."""
+        self.acceptance.loaded = False
         if forget:
             own, none = self.acceptance.counted(), Counts.none(CHANNELS, self.acceptance.k_max)
             zero = replace(own, places=none.places, task_counts=np.zeros_like(own.task_counts))
@@ -134,7 +141,10 @@ class Pool:
         return own
 
     def stand_in(self, counts: Counts, age_s: float) -> None:
-        """Decide on saved counts too, as far as their age and the rows counted from now on let."""
+        """Decide on saved counts too, as far as others tell of less.
+
+        They fade with their age and by the rows counted from now on.
+        """
         weight = np.full(PROPOSERS, 0.5 ** (age_s / STAND_IN_FADE_S))
         slot = Slot(pooled([(counts, weight, weight)], counts), 0.0)
         self._heard[_POOLED] = _Heard(slot, np.zeros(PROPOSERS), saved=True)
@@ -187,7 +197,7 @@ class Pool:
 
     def _sum(self, own: Counts, own_rows: Array, now_s: float) -> Counts:
         """Return the others' counts, faded; own_rows: counted here since they were last heard."""
-        parts = []
+        parts, told, stand_in = [], np.zeros(PROPOSERS), None
         for writer, heard in list(self._heard.items()):
             age_s = 0.0 if heard.saved else now_s - heard.slot.born_s
             if age_s > GONE_S:
@@ -198,7 +208,16 @@ class Pool:
             rows = heard.rows_since + (0.0 if live else own_rows)
             weight = faded * 0.5 ** (rows / HALF_LIFE_ROWS)
             task_weight = faded * 0.5 ** (rows / TASK_HALF_LIFE_ROWS)
-            parts.append((heard.slot.counts, weight, task_weight))
+            part = (heard.slot.counts, weight, task_weight)
+            if heard.saved:
+                stand_in = part
+            else:
+                parts.append(part)
+                told += weight * _exposed(heard.slot.counts)
+        if stand_in is not None:
+            counts, weight, task_weight = stand_in
+            lacking = 1.0 - np.minimum(told / np.maximum(weight * _exposed(counts), 1e-9), 1.0)
+            parts.append((counts, weight * lacking, task_weight * lacking))
         return pooled(parts, own)
 
 
@@ -217,13 +236,12 @@ def warm(
     saved: Mapping[str, Array],
     age_s: float,
     same_engine: bool,
-    alone: bool,
 ) -> None:
     """Let a policy begin where a saved one was; raises ValueError, the policy as before, if unfit.
 
     A state of the same engine is taken whole; of another's, where counts are pooled, only what is
-    no request's and no schedule: step times and calibration. The counts in it are never own ones.
-    alone: no replica was heard, so the saved counts stand in.
+    no request's and no schedule: step times and calibration. The counts in it are never own ones,
+    and stand in.
     """
     state = {name: array for name, array in saved.items() if not name.startswith(_POOLED)}
     before = {name: np.array(array) for name, array in policy.state().items()}
@@ -239,11 +257,18 @@ def warm(
         policy.load(state)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         policy.load(before)
+        if pool is not None:
+            pool.restart(forget=False)
         raise ValueError(f"a saved state does not fit: {error}") from None
     if pool is not None and counts is not None:
         pool.restart(forget=same_engine)
-        if alone:
-            pool.stand_in(counts, age_s)
+        pool.stand_in(counts, age_s)
+
+
+def _exposed(counts: Counts) -> Array:
+    """Return exposures by proposer, f64 [PROPOSERS]."""
+    exposed: Array = np.bincount(_CHANNEL_PROPOSER, counts.places[1].sum(axis=1), PROPOSERS)
+    return exposed
 
 
 def _told(rows: Array, known: Array) -> Array:

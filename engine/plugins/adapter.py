@@ -142,11 +142,14 @@ class Adapter:
         """
         if not drafted.any():
             return drafted
-        try:
-            return fit_plan(decision.plan, decision.view, drafted, confidences).verify_k
-        except Exception as error:
-            self._failed("fit its budget", error)
-            return drafted
+        start_ns = time.perf_counter_ns()
+        with self._lock:
+            try:
+                drafted = fit_plan(decision.plan, decision.view, drafted, confidences).verify_k
+            except Exception as error:
+                self._failed("fit its budget", error)
+            self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
+        return drafted
 
     def observe(self, decision: Decision, result: StepResult) -> None:
         """Hear what became of a decision; steps may overlap, each is told once, in order."""
@@ -163,8 +166,9 @@ class Adapter:
 
     def fallback(self, reason: str, detail: str = "") -> None:
         """Count that the engine goes its own way, for one of few reasons; say each once."""
-        self.counters.fallbacks[reason] += 1
-        self._say(reason, f"{reason}{detail}")
+        with self._lock:
+            self.counters.fallbacks[reason] += 1
+            self._say(reason, f"{reason}{detail}")
 
     def close(self) -> None:
         """Let go of threads and sockets."""

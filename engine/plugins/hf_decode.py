@@ -43,9 +43,10 @@ class Call:
 
 @dataclass(slots=True)
 class Proposal:
-    """A step's drafts: token ids, confidences, and what they cost."""
+    """A step's drafts: token ids to verify of `drafted` tokens, confidences, and what they cost."""
 
     tokens: list[int] = field(default_factory=list)
+    drafted: int = 0
     confidences: list[float] = field(default_factory=list)
     passes: int = 0
     draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
@@ -92,13 +93,13 @@ class Decoding:
         proposal = self._propose(decision, lookup)
         start_s = time.perf_counter()
         outputs = forward(proposal.tokens)
-        judged, accepted = self._accept(outputs.logits, proposal.tokens)
+        verified, accepted = self._accept(outputs.logits, proposal.tokens)
         emitted = len(self.request.tokens) - before
         self._settle(outputs, len(proposal.tokens), emitted, before + accepted)
         end_s = time.perf_counter()
         result = StepResult(
-            drafted=np.asarray([len(proposal.tokens)], np.int32),
-            verified=np.asarray([judged], np.int32),
+            drafted=np.asarray([proposal.drafted], np.int32),
+            verified=np.asarray([verified], np.int32),
             accepted=np.asarray([accepted], np.int32),
             emitted=np.asarray([emitted], np.int32),
             truncated_by=np.asarray([self._truncated()], np.uint8),
@@ -144,7 +145,8 @@ class Decoding:
             proposal.passes = run.passes
         if k:
             proposal.draft_ms[proposer] = 1e3 * (time.perf_counter() - start_s)
-            drafted = np.asarray([len(proposal.tokens)], np.int32)
+            proposal.drafted = len(proposal.tokens)
+            drafted = np.asarray([proposal.drafted], np.int32)
             seen = _row(proposal.confidences)
             del proposal.tokens[int(self.adapter.verify_k(decision, drafted, seen)[0]) :]
         if proposer != NGRAM:
@@ -153,7 +155,9 @@ class Decoding:
 
     def _guess(self, drafted: list[int], logits: Tensor) -> int:
         ids = torch.cat([self.ids, self._tensor(drafted)], 1)
-        return self.chooser.guess(ids, logits, self.request.output_tokens + len(drafted))
+        return self.chooser.guess(
+            ids, logits.to(ids.device), self.request.output_tokens + len(drafted)
+        )
 
     def _prefill(self, drafts: list[int]) -> Any:
         assert not drafts
@@ -178,7 +182,10 @@ class Decoding:
         return self.model(**inputs, return_dict=True)
 
     def _accept(self, logits: Tensor, drafts: list[int]) -> tuple[int, int]:
-        """Commit tokens up to the first draft that fails; returns drafts judged, and held."""
+        """Commit tokens up to the first draft that fails; returns drafts verified, and held.
+
+        Those behind the end of the text count as not verified: no processor may be asked of them.
+        """
         places = logits[:, -len(drafts) - 1 :].to(device=self.ids.device, dtype=torch.float32)
         best = places[0].argmax(-1).tolist() if self.chooser.is_plain else []
         for place in range(len(drafts) + 1):
@@ -188,7 +195,7 @@ class Decoding:
             token = best[place] if best else self.chooser.pick(scores, self.request.output_tokens)
             self._commit(token, scores, raw)
             if place == len(drafts) or token != drafts[place]:
-                return min(place + 1, len(drafts)), place
+                return len(drafts), place
             if self.done:
                 return place + 1, place + 1
         raise AssertionError("the last place has no draft to hold")

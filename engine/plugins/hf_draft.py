@@ -37,13 +37,20 @@ class DraftReader:
         self.model, self.computed = model, 0
         cache = DynamicCache(config=model.config)
         named = "past_key_values" in inspect.signature(model.forward).parameters
+        # Beyond it a model may have no positions at all.
+        self._most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._kwargs = {"past_key_values" if named else "cache": cache, "use_cache": True}
         if model._supports_logits_to_keep():
             self._kwargs["logits_to_keep"] = 1
 
     def draft(self, text: list[int], k: int, plan: Plan | None, choose: Choose) -> Run:
-        """Read what of `text` is unread, then draft up to k tokens; the plan may stop it early."""
+        """Read what of `text` is unread, then draft up to k tokens; the plan may stop it early.
+
+        A text that outgrows the model's positions is not drafted for.
+        """
         run, reach = Run(), 1.0
+        if self._most is not None:
+            k = min(k, self._most - len(text) + 1)
         stop = plan.stop_rule if plan else StopRule()
         for place in range(k):
             logits = self._read(text + run.tokens)

@@ -135,6 +135,9 @@ def install(model: Any, draft_model: Any = None, **settings: Any) -> Speculator:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
         if not _ours(given, model.generation_config):
+            if given.get("custom_generate") is None:
+                speculator.adapter.fallback("a keyword of this call's is not speculated")
+                kwargs.pop("hints", None)
             return ordinary(*args, **kwargs)
         return ordinary(**_translated(model, speculator, given))
 

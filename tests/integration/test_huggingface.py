@@ -21,6 +21,8 @@ from scipy.stats import chisquare
 from tests.tiny import AnyPlan
 from tests.tiny_hf import EOS, VOCAB, tiny_pair
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
@@ -31,7 +33,15 @@ from transformers import (
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.plugins.huggingface import Speculator, install, parlay_generate, uninstall
 from parlay.policies.policy import Stateless
-from parlay.policies.types import BatchView, Plan, PlanSource, Proposer, StopKind, StopRule
+from parlay.policies.types import (
+    BatchView,
+    Plan,
+    PlanSource,
+    Proposer,
+    StepOutcome,
+    StopKind,
+    StopRule,
+)
 
 ARMS = (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL)
 PROCESSING = [
@@ -240,6 +250,26 @@ def test_installed_generate_streams_and_stays_itself(pair: tuple[Any, Any]) -> N
     assert speculator.counters.steps == steps
 
 
+def test_installed_generate_takes_hints_and_counts_what_it_leaves_alone(
+    pair: tuple[Any, Any],
+) -> None:
+    model, draft = pair
+    given = {**prompt(4), "do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30}
+    static = {**given, "cache_implementation": "static"}
+    expected, static_text = model.generate(**given), model.generate(**static)
+    speculator = install(model, draft, planner=LocalPlanner(AnyPlan(ARMS, 7)))
+    counts = speculator.counters
+    hints = {"proposers": "ngram"}
+    try:
+        assert torch.equal(model.generate(**given, hints=hints), expected)
+        assert counts.drafted[Proposer.NGRAM] > counts.drafted[Proposer.DRAFT_MODEL] == 0
+        steps = counts.steps
+        assert torch.equal(model.generate(**static, hints=hints), static_text)
+    finally:
+        uninstall(model)
+    assert (counts.steps, sum(counts.fallbacks.values())) == (steps, 1)
+
+
 class _Words:
     """As much of a tokenizer as stop strings need: a token is a letter."""
 
@@ -278,6 +308,48 @@ def test_installed_generate_knows_stop_strings(pair: tuple[Any, Any]) -> None:
     finally:
         uninstall(model)
     assert expected.shape[1] <= 24 + 11
+
+
+class Hears(AnyPlan):
+    """Keeps the last outcomes."""
+
+    def __init__(self) -> None:
+        super().__init__(ARMS, 7)
+        self.heard: list[StepOutcome] = []
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.heard.append(outcome)
+
+
+def test_a_policy_hears_of_every_draft_verified_up_to_the_end(pair: tuple[Any, Any]) -> None:
+    model, draft = pair
+    policy = Hears()
+    speculator = Speculator(model, draft, planner=LocalPlanner(policy))
+    given = {**prompt(9), "do_sample": False, "max_new_tokens": 60, "min_new_tokens": 60}
+    ours(model, speculator, **given)
+    drafted, verified, accepted, emitted = (
+        np.concatenate([getattr(o, name) for o in policy.heard])
+        for name in ("drafted_k", "verified_k", "accepted", "emitted")
+    )
+    assert emitted.sum() == 60
+    assert (verified == drafted)[:-1].all()
+    assert (emitted == accepted + 1)[:-1].all()
+    assert (accepted + 1 < verified).any(), "rejected with drafts behind it"
+    assert (accepted == verified)[verified > 0].any()
+    assert [o.prefill_tokens for o in policy.heard] == [24] + [0] * (len(drafted) - 1)
+    assert [o.padded_tokens for o in policy.heard[1:]] == (1 + drafted[1:]).tolist()
+
+
+def test_a_draft_model_of_few_positions_drafts_within_them(pair: tuple[Any, Any]) -> None:
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=40, n_embd=16, n_layer=1, n_head=2, eos_token_id=EOS
+    )
+    model, draft = pair[0], GPT2LMHeadModel(config).eval()
+    always = LocalPlanner(AnyPlan((Proposer.DRAFT_MODEL,), 6, fixed_k=True))
+    speculator = Speculator(model, draft, planner=always)
+    given = {**prompt(1), "do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
+    assert torch.equal(ours(model, speculator, **given), model.generate(**given))
+    assert 6 < speculator.counters.drafted[Proposer.DRAFT_MODEL] < 6 * 20
 
 
 SAMPLING = [{"top_k": 0, "temperature": 1.0}, {"top_k": 3, "top_p": 0.9, "temperature": 0.8}]

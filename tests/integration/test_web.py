@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from parlay.protos import codec
 
 START_S = 20.0
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Debian's chromium")
+PLOTS = ["plot-acceptance", "plot-gain", "plot-k", "plot-load", "plot-rate", "plot-shares"]
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +96,54 @@ def test_explain_says_why(served: str) -> None:
     assert "987654321" in done.stderr
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs Debian's chromium")
-def test_a_browser_shows_engines_tasks_and_plots(served: str, tmp_path: Path) -> None:
+def browse(url: str, profile: Path, *options: str) -> str:
+    """Open a URL in Chromium for six seconds of its own time; return what it prints."""
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1500",
-        "--virtual-time-budget=6000", "--dump-dom", served,
+        f"--user-data-dir={profile}", "--window-size=1280,1500",
+        "--virtual-time-budget=6000", *options, url,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
-    for words in ("engine-7", "summarise", "js-plotly-plot", "tokens"):
-        assert words in done.stdout
+    return done.stdout
+
+
+@needs_browser
+def test_a_browser_shows_engines_tasks_and_plots(served: str, tmp_path: Path) -> None:
+    page = browse(served, tmp_path, "--dump-dom")
+    assert 'data-state="live"' in page
+    for words in ("engine-7", "summarise", "tokens a second", "Newest decisions"):
+        assert words in page
+    plots = re.findall(r'<div id="(plot-[a-z]+)" class="js-plotly-plot"', page)
+    assert sorted(plots) == PLOTS
+    # The bars and the lines themselves, not only their axes.
+    assert page.count('class="trace bars"') >= 1
+    assert page.count('class="js-line"') >= 6
+
+
+@needs_browser
+def test_a_browser_shows_why(served: str, tmp_path: Path) -> None:
+    request = json.loads(read(f"{served}/overview.json"))["decisions"][0]["request_id"]
+    page = browse(f"{served}/explain/{request}", tmp_path, "--dump-dom")
+    assert "The plan was to draft" in page
+    assert "What it could have drafted" in page
+
+
+@needs_browser
+def test_a_browser_says_what_is_wrong(served: str, tmp_path: Path) -> None:
+    page = browse(f"{served}/?engine=nobody", tmp_path, "--dump-dom")
+    assert 'data-state="away"' in page
+    assert "no engine 'nobody' was heard; known: engine-7" in page
+
+
+@needs_browser
+def test_a_screenshot_is_more_than_an_empty_page(served: str, tmp_path: Path) -> None:
+    pictures = []
+    for name, url in (("page", served), ("none", f"{served}/assets/nothing")):
+        browse(url, tmp_path / name, f"--screenshot={tmp_path / name}.png")
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    page, none = pictures
+    assert page.startswith(b"\x89PNG")
+    assert len(page) > 4 * len(none)

@@ -249,7 +249,7 @@ def test_a_new_replica_takes_what_is_not_of_requests(name: str, same: bool) -> N
     assert fresh is not None
     saved = saved_of(old, Pool(acceptance))
     pool = Pool(fresh)
-    warm(new, pool, saved, 0.0, same, alone=True)
+    warm(new, pool, saved, 0.0, same)
     pool.exchange({}, 0.0)
     state, wanted = new.state(), old.state()
     for key in wanted:
@@ -262,16 +262,57 @@ def test_a_new_replica_takes_what_is_not_of_requests(name: str, same: bool) -> N
     assert (len(fresh.state()["request_id"]) > 0) == same
 
 
-def test_saved_counts_stand_in_only_for_replicas_that_are_not_there() -> None:
+def test_saved_counts_stand_in_for_what_others_do_not_tell() -> None:
     old, acceptance = goodput(60)
-    saved = saved_of(old, Pool(acceptance))
-    for alone, age_s, share in ((True, 0.0, 1.0), (True, STAND_IN_FADE_S, 0.5), (False, 0.0, 0.0)):
+    saved, whole = saved_of(old, Pool(acceptance)), acceptance.counted()
+    third = replace(whole, places=whole.places / 3.0)
+    nothing = Counts.none(CHANNELS, K)
+    # By what another one tells: a share of the saved counts is heard, the rest stands in.
+    for other, age_s, share in (
+        (None, 0.0, 1.0),
+        (None, STAND_IN_FADE_S, 0.5),
+        (nothing, 0.0, 1.0),
+        (third, 0.0, 1.0),
+        (whole, 0.0, 1.0),
+        (replace(whole, places=3.0 * whole.places), 0.0, 3.0),
+    ):
         new, fresh = goodput()
         pool = Pool(fresh)
-        warm(new, pool, saved, age_s, False, alone)
-        pool.exchange({}, 1e6)
-        np.testing.assert_allclose(fresh.others, share * acceptance.counted().places)
-    learned(new, 1)
+        warm(new, pool, saved, age_s, False)
+        told = pool.exchange({} if other is None else {"b": Slot(other, 1e6)}, 1e6)
+        np.testing.assert_allclose(fresh.others, share * whole.places)
+        assert not told.places.any()
+
+
+def test_what_the_own_forerunner_told_is_kept_when_its_slot_ends() -> None:
+    old, acceptance = goodput(60)
+    saved, whole = saved_of(old, Pool(acceptance)), acceptance.counted()
+    new, fresh = goodput()
+    pool, slots = Pool(fresh), {"a@before": Slot(whole, -5.0)}
+    warm(new, pool, saved, 5.0, True)
+    for now_s in (0.0, 20.0, 40.0, GONE_S):
+        pool.exchange(slots if now_s < 50.0 else {}, now_s)
+        np.testing.assert_allclose(fresh.others, whole.places, rtol=1e-3)
+
+
+def test_replicas_that_begin_with_one_file_do_not_pass_it_on() -> None:
+    old, acceptance = goodput(60)
+    made = []
+    for _ in range(4):
+        policy, fresh = goodput()
+        policy.load(old.state())
+        made.append((policy, fresh, Pool(fresh)))
+    told = {f"r{n}": pool.exchange({}, 0.0) for n, (_, _, pool) in enumerate(made)}
+    for number, (_, fresh, pool) in enumerate(made):
+        others = {writer: Slot(c, 0.0) for writer, c in told.items() if writer != f"r{number}"}
+        pool.exchange(others, 0.1)
+        np.testing.assert_allclose(fresh.others[1] + fresh.exposed, acceptance.exposed)
+        np.testing.assert_allclose(fresh.hazard, acceptance.hazard)
+    # What one of them learns from now on is its own, also for a pool that begins later.
+    policy, fresh, pool = made[0]
+    learned(policy, 5, 3)
+    assert pool.exchange({}, 0.2).places.any()
+    assert Pool(fresh).exchange({}, 0.2).places.any()
 
 
 def test_a_saved_state_holds_what_all_know() -> None:
@@ -290,19 +331,19 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     good = saved_of(other, Pool(others))
     for wrong in ({"pooled.places": np.zeros(3)}, {"cost.verify": np.zeros(3)}):
         with pytest.raises(ValueError, match=r"not fit|shape"):
-            warm(policy, pool, good | wrong, 0.0, True, alone=True)
+            warm(policy, pool, good | wrong, 0.0, True)
         for key, array in policy.state().items():
             np.testing.assert_array_equal(array, before[key], err_msg=key)
     with pytest.raises(ValueError, match="lack"):
-        warm(policy, pool, {}, 0.0, True, alone=True)
+        warm(policy, pool, {}, 0.0, True)
 
 
 def test_policies_without_counts_are_taken_whole() -> None:
     old, new = (make_policy("hedge_spec", {}, LIMITS) for _ in range(2))
     learned(old, 20)
     saved = saved_of(old, None)
-    warm(new, None, saved, 3.0, False, alone=True)
+    warm(new, None, saved, 3.0, False)
     for key, array in old.state().items():
         np.testing.assert_array_equal(new.state()[key], array)
     with pytest.raises(ValueError, match="not fit"):
-        warm(make_policy("ucb_spec", {}, LIMITS), None, saved, 0.0, False, alone=True)
+        warm(make_policy("ucb_spec", {}, LIMITS), None, saved, 0.0, False)
