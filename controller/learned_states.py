@@ -1,5 +1,8 @@
 """What engines' policies have learned, as one file: to warm-start a replica with.
 
+An operator takes and names it (`parlay admin snapshot`, `parlay serve --warm-start`); what a
+sidecar keeps by itself is the store's (`snapshot.py`, `--state`), and wins where there is both.
+
 An npz without pickles: `head` is JSON (format, and each engine's policy, settings and limits), the
 arrays of engine number n lie under `n/`.
 """
@@ -20,6 +23,7 @@ import numpy as np
 
 from parlay.controller.session import Session, Spec, spec_of
 from parlay.policies.policy import EngineLimits, Policy
+from parlay.policies.shared_stats import known_state
 from parlay.policies.types import Array
 
 FORMAT = 1
@@ -67,11 +71,10 @@ class Snapshot:
 
 
 def taken(sessions: list[Session]) -> Snapshot:
-    """Return what the sessions' active policies know now; the arrays are copies."""
+    """Return what the sessions' active policies know now, from others too; arrays are copies."""
     saved = []
     for s in sessions:
-        state = {key: np.array(value) for key, value in s.policy.state().items()}
-        steps = s.counts.outcomes
+        state, steps = known_state(s.policy), s.counts.outcomes
         saved.append(Saved(s.engine_id, s.spec, s.limits, state, s.state_version, steps))
     return Snapshot(tuple(saved))
 

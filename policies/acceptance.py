@@ -341,6 +341,13 @@ class Acceptance:
             self._task_rows[at],
         )
 
+    def known(self) -> Counts:
+        """Return what is decided on, own and others' counts in one, of tasks as in `counted`."""
+        at = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
+        own = self.counted()
+        places, tasks = own.places + self.others, own.task_counts + self._task_others[:, at]
+        return Counts(places, own.rows, own.task_id, tasks, own.task_rows)
+
     def join(self, own: Counts, others: Counts) -> None:
         """Go on from `own`, of tasks as in `counted`; from now decide on these and on `others`."""
         self.rejected, self.exposed = own.places.copy()

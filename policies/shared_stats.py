@@ -211,9 +211,9 @@ class Pool:
             part = (heard.slot.counts, weight, task_weight)
             if heard.saved:
                 stand_in = part
-            else:
-                parts.append(part)
-                told += weight * _exposed(heard.slot.counts)
+                continue
+            parts.append(part)
+            told += weight * _exposed(heard.slot.counts)
         if stand_in is not None:
             counts, weight, task_weight = stand_in
             lacking = 1.0 - np.minimum(told / np.maximum(weight * _exposed(counts), 1e-9), 1.0)
@@ -221,12 +221,26 @@ class Pool:
         return pooled(parts, own)
 
 
+def known_state(policy: Policy) -> dict[str, Array]:
+    """Return copies of a policy's state, in which what others counted is as if counted here."""
+    state = {name: np.array(array) for name, array in policy.state().items()}
+    acceptance = acceptance_of(policy)
+    if acceptance is not None and acceptance.others.any():
+        known = acceptance.known()
+        sums = dict(zip(("rejected", "exposed"), known.places, strict=True))
+        sums["task_counts"] = known.task_counts
+        for name in state:
+            owner, _, what = name.rpartition(".")
+            if owner.split(".")[-1] == "acceptance" and what in sums:
+                state[name] = sums[what]
+    return state
+
+
 def saved_of(policy: Policy, pool: Pool | None) -> dict[str, Array]:
     """Return copies of all that `warmed` needs: the policy's state, and the pooled counts."""
     saved = {name: np.array(array) for name, array in policy.state().items()}
     if pool is not None:
-        counts = pool.pooled().arrays()
-        saved |= {_POOLED + name: array for name, array in counts.items()}
+        saved |= {_POOLED + name: array for name, array in pool.pooled().arrays().items()}
     return saved
 
 
@@ -267,8 +281,7 @@ def warm(
 
 def _exposed(counts: Counts) -> Array:
     """Return exposures by proposer, f64 [PROPOSERS]."""
-    exposed: Array = np.bincount(_CHANNEL_PROPOSER, counts.places[1].sum(axis=1), PROPOSERS)
-    return exposed
+    return np.bincount(_CHANNEL_PROPOSER, counts.places[1].sum(axis=1), PROPOSERS)
 
 
 def _told(rows: Array, known: Array) -> Array:

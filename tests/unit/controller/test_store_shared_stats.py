@@ -21,6 +21,7 @@ from parlay.policies.shared_stats import (
     Slot,
     acceptance_of,
     aged_beside,
+    known_state,
     pooled,
     saved_of,
     warm,
@@ -322,6 +323,22 @@ def test_a_saved_state_holds_what_all_know() -> None:
     saved = saved_of(policy, pool)
     np.testing.assert_allclose(saved["pooled.places"], acceptance.counted().places + other.places)
     np.testing.assert_array_equal(saved["acceptance.rejected"], acceptance.rejected)
+
+
+@pytest.mark.parametrize("name", ["goodput", "pilot"])
+def test_a_snapshot_by_hand_holds_what_others_counted(name: str) -> None:
+    policy, new = learned(make_policy(name, {}, LIMITS), 5), make_policy(name, {}, LIMITS)
+    acceptance, fresh = acceptance_of(policy), acceptance_of(new)
+    assert acceptance is not None
+    assert fresh is not None
+    own = acceptance.counted()
+    Pool(acceptance).exchange({"b": Slot(counts_of(30, 2), 0.0)}, 0.0)
+    new.load(known_state(policy))
+    np.testing.assert_allclose(fresh.hazard, acceptance.hazard)
+    rows = acceptance.rows_of(np.arange(900, 904, dtype=np.uint64), np.arange(4, dtype=np.uint32))
+    again = fresh.rows_of(np.arange(900, 904, dtype=np.uint64), np.arange(4, dtype=np.uint32))
+    np.testing.assert_allclose(fresh.frailty(again), acceptance.frailty(rows))
+    np.testing.assert_array_equal(acceptance.counted().places, own.places)
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
