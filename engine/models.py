@@ -17,6 +17,7 @@ from parlay.engine.attention.paged import PagedKV, plan_ragged
 from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.linear import Linear, can_pack, make_linear
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
 
 STATE_EPS = 1e-6
@@ -129,9 +130,7 @@ class Llama:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
 
     def _rotary(self) -> tuple[Tensor, Tensor]:
-        c = self.config
-        steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
-        angles = torch.outer(torch.arange(c.context, dtype=torch.float32), c.rope_theta**-steps)
+        angles = rotary_angles(self.config, self.config.context)
         cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
         sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
         return (cos.to(self.device, self.dtype), sin.to(self.device, self.dtype))

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.rotary import rotary_angles
 
 
 def rotary(config: ModelConfig, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [length, head_dim], half-split as in Hugging Face's Llama."""
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), config.rope_theta**-steps)
+    angles = rotary_angles(config, length)
     angles = torch.cat([angles, angles], -1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

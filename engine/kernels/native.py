@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parlay.engine.kernels import build
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
 
 BLOCK_TOKENS = 16
@@ -110,7 +111,8 @@ class NativeLlama:
         self._norm = get("model.norm")
         head = get("lm_head") if "lm_head.weight" in weights else self.embedding
         (self._head,) = self._pack([head])
-        self._cos, self._sin = self._rotary()
+        angles = rotary_angles(config, config.context)
+        self._cos, self._sin = angles.cos(), angles.sin()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def new_cache(self, blocks: int, block_tokens: int) -> NativeKV:
@@ -202,9 +204,3 @@ class NativeLlama:
         if need > len(self._scratch):
             self._scratch = torch.empty(need, dtype=torch.uint8)
         return self._scratch
-
-    def _rotary(self) -> tuple[Tensor, Tensor]:
-        c = self.config
-        steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
-        angles = torch.outer(torch.arange(c.context, dtype=torch.float32), c.rope_theta**-steps)
-        return angles.cos(), angles.sin()

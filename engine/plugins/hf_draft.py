@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from parlay.engine.plugins.hf_plain import cache_of
-from parlay.policies.calibration import calibrated
-from parlay.policies.types import ENTROPY_SCALE, Plan, Proposer, StopKind, StopRule
+from parlay.engine.proposers.draft_model import estimate, keeps_drafting
+from parlay.policies.types import Plan, StopKind, StopRule
 
 Choose = Callable[[list[int], Tensor], int]
 """Picks a token: (drafts so far, logits [1, vocab]) -> id."""
@@ -48,7 +47,7 @@ class DraftReader:
 
         A text that outgrows the model's positions is not drafted for.
         """
-        run, reach = Run(), 1.0
+        run, reach = Run(), np.ones(1)
         if self._most is not None:
             k = min(k, self._most - len(text) + 1)
         stop = plan.stop_rule if plan else StopRule()
@@ -58,8 +57,8 @@ class DraftReader:
             law = torch.softmax(logits[0].float(), -1)
             peak = float(law.max())
             run.confidences.append(peak)
-            reach *= _estimate(plan, peak)
-            if not _goes_on(stop, reach, law, place):
+            reach *= estimate(plan, np.asarray([peak]))
+            if not keeps_drafting(stop, reach, logits, place)[0]:
                 break
             run.tokens.append(choose(run.tokens, logits))
             # The token that falls below the threshold is kept; drafting ends behind it.
@@ -94,20 +93,3 @@ def check_draft(model: Any, draft: Any) -> None:
         )
     if draft.config.is_encoder_decoder:
         raise ValueError("the draft model must be decoder-only")
-
-
-def _estimate(plan: Plan | None, peak: float) -> float:
-    if plan is None or plan.calibration is None:
-        return peak
-    slope, offset = plan.calibration[Proposer.DRAFT_MODEL]
-    return float(calibrated(np.asarray(peak), float(slope), float(offset)))
-
-
-def _goes_on(stop: StopRule, reach: float, law: Tensor, place: int) -> bool:
-    """Say whether to draft this place, judged before its token is drawn."""
-    if stop.kind is StopKind.SURVIVAL:
-        return reach >= stop.threshold
-    if place > 0 and stop.kind is StopKind.ENTROPY:
-        entropy = float(torch.special.entr(law).sum())
-        return math.sqrt(ENTROPY_SCALE * entropy) <= stop.threshold
-    return True

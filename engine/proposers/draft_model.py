@@ -73,9 +73,9 @@ class DraftModelProposer:
             logits = self._read(batch, [requests[i] for i in alive], guess[alive, :place])
             chosen, peak, own = self._choose(logits, requests, alive, place, law)
             passes += 1
-            reach[alive] *= _estimate(plan, peak)
+            reach[alive] *= estimate(plan, peak)
             confidence[alive, place] = peak
-            go = _keeps_drafting(stop, reach[alive], logits, place)
+            go = keeps_drafting(stop, reach[alive], logits, place)
             alive, chosen, own = alive[go], chosen[go], own[go]
             guess[alive, place] = chosen
             if stop.kind is StopKind.PROBABILITY:
@@ -148,7 +148,7 @@ def _is_sampled(request: Request) -> bool:
     return request.sampling.mode is SampleMode.REJECTION
 
 
-def _estimate(plan: Plan | None, peak: Array) -> Array:
+def estimate(plan: Plan | None, peak: Array) -> Array:
     """Return what the plan thinks of places whose likeliest token has probability `peak`."""
     if plan is None or plan.calibration is None:
         return peak
@@ -156,7 +156,7 @@ def _estimate(plan: Plan | None, peak: Array) -> Array:
     return calibrated(peak, float(slope), float(offset))
 
 
-def _keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
+def keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
     """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
     keep: Array = np.ones(len(reach), bool)
     if stop.kind is StopKind.SURVIVAL:
