@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from parlay.policies.cost import behind, padded
 from parlay.policies.goodput import Goodput
 from parlay.policies.policy import Policy
-from parlay.policies.solver import DWELL_STEPS, StepCosts, no_speculation, priced, usable
+from parlay.policies.solver import StepCosts, no_speculation, priced, usable
 from parlay.policies.types import (
-    K_LIMIT,
     NGRAM,
     NO_BUDGET,
     NONE,
@@ -198,21 +196,10 @@ def by_guard(policy: Any, plan: Plan) -> bool:
 
 def step_costs(core: Goodput, view: BatchView, plan: Plan) -> StepCosts:
     """Return the price list of a step of `view`, with the plan's own token prices if it has any."""
-    decoding = max(_decoding(view), 1)
-    prompts = int(view.prefill_tokens.sum())
-    most = min(len(view) * K_LIMIT, max(core.limits.token_budget - decoding - prompts, 0))
-    tokens = np.arange(decoding, decoding + most + 1)
-    tokens = padded(tokens + prompts, view.bucket_edges) - prompts
-    a_pass, token_ms, catch_up = core.step_time.draft_ms()
+    costs = core.costs(view, max(_decoding(view), 1), 0.0)
     if math.isfinite(plan.token_value_ms):
-        token_ms = plan.draft_token_price_ms.astype(float)
-    return StepCosts(
-        core.step_time.verify_ms(tokens, float(view.kv_tokens)),
-        a_pass,
-        token_ms,
-        behind(view.draft_kv_lag) * (catch_up / DWELL_STEPS),
-        core.step_time.pad_ms(),
-    )
+        costs = replace(costs, token_ms=plan.draft_token_price_ms.astype(float))
+    return costs
 
 
 def name_of(proposer: int) -> str:

@@ -89,7 +89,7 @@ class Goodput:
         survival = self.acceptance.survival(frailty, view.match_tokens)
         worth = usable(view, survival) * weight[:, None, None]
         decoding = view.prefill_tokens == 0
-        costs = self._costs(view, max(int(np.count_nonzero(decoding)), 1), block_price_ms)
+        costs = self.costs(view, max(int(np.count_nonzero(decoding)), 1), block_price_ms)
         emits = max(float(weight[decoding].sum()), 1.0)
         none = no_speculation(len(view), emits, costs)
         best = best_plan(worth, costs, emits, self._ms_per_token or None) if len(view) else none
@@ -122,8 +122,11 @@ class Goodput:
         self._last_step = outcome.step_id
         self.explorer.observe(shown, outcome.step_ms, steps)
 
-    def _costs(self, view: BatchView, decoding: int, block_price_ms: float) -> StepCosts:
-        """Return the price list of this step, in which so many rows decode."""
+    def costs(self, view: BatchView, decoding: int, block_price_ms: float) -> StepCosts:
+        """Return the price list of a step of `view`, in which so many rows decode.
+
+        block_price_ms: see `weighted`.
+        """
         prompts = int(view.prefill_tokens.sum())
         most = min(
             len(view) * self.acceptance.k_max, max(self.limits.token_budget - decoding - prompts, 0)
