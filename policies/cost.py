@@ -34,6 +34,12 @@ _EDGES = np.array(
 _LOG_EDGES = np.log(_EDGES)
 _RATIO_PRIOR = 12.0
 _RATIO_DISCOUNT = 0.98
+_SURPRISE_PRIOR = 16.0
+_SURPRISE_DISCOUNT = 0.98
+_SURPRISE_FADE = 0.998
+"""A step's share of what is known of the other kind of step fades: a mark-up that keeps a policy
+from drafting would keep itself."""
+_MOST_SURPRISE = 0.3
 
 
 _CURRENT_LAG = 2
@@ -134,9 +140,11 @@ class StepTime:
         self.draft = Line((0.06, 0.003, 0.002), (0.06, 0.003, 0.002))
         self.ngram_token_ms = 0.0
         self._ratio = np.zeros((2, len(_EDGES)))
+        self._surprise = np.zeros((2, 2))
 
     def observe(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
         """Learn from a step, in which the draft model caught up `catch_up_tokens` of KV."""
+        self._compare(outcome, catch_up_tokens)
         tokens = float(outcome.padded_tokens)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
             kv, pads = outcome.kv_tokens / KV_UNIT, _padding(outcome) / TOKENS_UNIT
@@ -154,6 +162,38 @@ class StepTime:
         spent = float(outcome.draft_ms[NGRAM])
         if looked_up > 0 and 0.0 <= spent < np.inf:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
+
+    def _compare(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
+        """Note by how much a step took longer than these lines say, with drafts and without."""
+        if outcome.prefill_tokens or not self.verify.count or not outcome.padded_tokens:
+            return
+        if not _LEAST_MS <= outcome.step_ms <= _MOST_MS:
+            return
+        tokens, kv_tokens = np.array([float(outcome.padded_tokens)]), float(outcome.kv_tokens)
+        expected_ms = float(self.verify_ms(tokens, kv_tokens)[0]) + self.pad_ms() * _padding(
+            outcome
+        )
+        drafted = outcome.drafted_k * (outcome.proposer == DRAFT_MODEL)
+        if outcome.draft_depth > 0:
+            a_pass, token_ms, catch_up = self.draft_ms()
+            expected_ms += (
+                outcome.draft_depth * a_pass + float(drafted.sum()) * token_ms[DRAFT_MODEL]
+            )
+            expected_ms += catch_up_tokens * catch_up
+        surprise = math.log(outcome.step_ms / expected_ms)
+        surprise = min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
+        kind = int(outcome.drafted_k.any())
+        self._surprise[kind] *= _SURPRISE_DISCOUNT
+        self._surprise[kind] += (surprise, 1.0)
+        self._surprise[1 - kind] *= _SURPRISE_FADE
+
+    def markup(self) -> float:
+        """Return how many times as long as these lines say a step takes once anything is drafted.
+
+        Against steps without drafts: what the lines miss of both kinds changes no choice.
+        """
+        plain, drafting = self._surprise[:, 0] / (_SURPRISE_PRIOR + self._surprise[:, 1])
+        return math.exp(drafting - plain)
 
     def _add_ratio(self, tokens: float, ratio: float) -> None:
         place = int(np.abs(_LOG_EDGES - math.log(tokens)).argmin())
@@ -195,6 +235,7 @@ class StepTime:
             "draft": self.draft.state(),
             "ngram_token_ms": np.asarray(self.ngram_token_ms),
             "ratio": self._ratio.copy(),
+            "surprise": self._surprise.copy(),
         }
 
     def load(self, state: Mapping[str, Array]) -> None:
@@ -209,7 +250,7 @@ class StepTime:
         ):
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])
-        self._ratio = np.array(state["ratio"])
+        self._ratio, self._surprise = np.array(state["ratio"]), np.array(state["surprise"])
 
 
 def _padding(outcome: StepOutcome) -> float:

@@ -196,7 +196,7 @@ def by_guard(policy: Any, plan: Plan) -> bool:
 
 def step_costs(core: Goodput, view: BatchView, plan: Plan) -> StepCosts:
     """Return the price list of a step of `view`, with the plan's own token prices if it has any."""
-    costs = core.costs(view, max(_decoding(view), 1), 0.0)
+    costs = core.costs(view)
     if math.isfinite(plan.token_value_ms):
         costs = replace(costs, token_ms=plan.draft_token_price_ms.astype(float))
     return costs
@@ -241,7 +241,7 @@ def _options(
     if core is None or survival is None or len(plan) != len(view):
         return [], None, math.nan, math.nan
     costs, worth = step_costs(core, view, plan), usable(view, survival)
-    emits = max(float(_decoding(view)), 1.0)
+    emits = max(float(len(view)), 1.0)
     planned_k = np.minimum(plan.k, survival.shape[2]).astype(np.int32)
     room = len(costs.verify_ms) - 1 - int(planned_k.sum() - planned_k[row])
 

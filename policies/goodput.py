@@ -88,9 +88,10 @@ class Goodput:
         frailty = self.acceptance.frailty(rows)
         survival = self.acceptance.survival(frailty, view.match_tokens)
         worth = usable(view, survival) * weight[:, None, None]
-        decoding = view.prefill_tokens == 0
-        costs = self.costs(view, max(int(np.count_nonzero(decoding)), 1), block_price_ms)
-        emits = max(float(weight[decoding].sum()), 1.0)
+        costs = self.costs(view, block_price_ms)
+        # Rows that still read their prompts count as well: a batch that is filling up is no small
+        # one, in which a token would be worth a deep draft.
+        emits = max(float(weight.sum()), 1.0)
         none = no_speculation(len(view), emits, costs)
         best = best_plan(worth, costs, emits, self._ms_per_token or None) if len(view) else none
         if best.ms_per_token * (1.0 + _MARGIN) > none.ms_per_token:
@@ -122,20 +123,21 @@ class Goodput:
         self._last_step = outcome.step_id
         self.explorer.observe(shown, outcome.step_ms, steps)
 
-    def costs(self, view: BatchView, decoding: int, block_price_ms: float) -> StepCosts:
-        """Return the price list of a step of `view`, in which so many rows decode.
+    def costs(self, view: BatchView, block_price_ms: float = 0.0) -> StepCosts:
+        """Return the price list of a step of `view` in which every row of it decodes.
 
         block_price_ms: see `weighted`.
         """
-        prompts = int(view.prefill_tokens.sum())
-        most = min(
-            len(view) * self.acceptance.k_max, max(self.limits.token_budget - decoding - prompts, 0)
-        )
+        rows, prompts = max(len(view), 1), int(view.prefill_tokens.sum())
+        fed = max(prompts + int(np.count_nonzero(view.prefill_tokens == 0)), rows)
+        most = min(len(view) * self.acceptance.k_max, max(self.limits.token_budget - fed, 0))
         # Prompts take their time whatever is drafted. Counted here they would make a token look
-        # worth as much as a step of prompts costs, and every such step draft in vain.
-        tokens = np.arange(decoding, decoding + most + 1)
-        tokens = padded(tokens + prompts, view.bucket_edges) - prompts
-        verify_ms = self.step_time.verify_ms(tokens, float(view.kv_tokens))
+        # worth as much as a step of prompts costs, and every such step draft in vain: they only
+        # say where on the curve drafts are verified.
+        tokens = np.concatenate(([rows], np.arange(fed, fed + most + 1)))
+        ms = self.step_time.verify_ms(padded(tokens, view.bucket_edges), float(view.kv_tokens))
+        verify_ms = ms[1:] + (ms[0] - ms[1])
+        verify_ms[1:] = np.maximum(self.step_time.markup() * verify_ms[1:], verify_ms[0])
         a_pass, token_ms, catch_up = self.step_time.draft_ms()
         return StepCosts(
             verify_ms,

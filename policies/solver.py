@@ -86,8 +86,14 @@ def usable(view: BatchView, survival: Array) -> Array:
 
 
 def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:
-    """Return the plan that drafts nothing."""
-    price = float(costs.verify_ms[min(1, len(costs.verify_ms) - 1)] - costs.verify_ms[0])
+    """Return the plan that drafts nothing.
+
+    Its price is for the steps after this one, which may have room where this one has none.
+    """
+    if len(costs.verify_ms) > 1:
+        price = float(costs.verify_ms[1] - costs.verify_ms[0])
+    else:
+        price = _SCARCE * float(costs.verify_ms[0]) / emits
     zeros = np.zeros(rows, np.int32)
     return Allocation(zeros.astype(np.uint8), zeros, 0, emits, float(costs.verify_ms[0]), price)
 

@@ -187,3 +187,22 @@ def test_what_padding_costs_is_learned_and_kept_apart_from_tokens() -> None:
     assert padded.pad_ms() == pytest.approx(0.4, rel=0.35)
     assert even.pad_ms() < 0.1
     assert padded.verify_ms(np.array([40]), 1000.0)[0] == pytest.approx(48.0 + 1.0, rel=0.1)
+
+
+def test_what_the_lines_miss_of_steps_with_drafts_is_marked_up_and_fades() -> None:
+    model = StepTime()
+    for n in range(240):
+        drafts = n % 2
+        host_ms = 4.0 if drafts else 1.0  # of one token count, so that no line can tell them apart
+        model.observe(outcome_of(8, 500, 20.0, (0, 8 * drafts, 0.0), host_ms), 0.0)
+    assert model.markup() == pytest.approx(24.0 / 21.0, rel=0.06)
+    learned = model.markup()
+    for _ in range(400):
+        model.observe(outcome_of(8, 500, 20.0), 0.0)
+    assert 1.0 < model.markup() < learned
+
+
+def test_without_a_difference_nothing_is_marked_up() -> None:
+    model = StepTime()
+    teach(model, 300)
+    assert model.markup() == pytest.approx(1.0, abs=0.05)

@@ -164,6 +164,34 @@ def test_a_plan_fits_its_own_batch_unchanged() -> None:
         policy.observe(step(requests, view, plan, Machine(), rng))
 
 
+def test_while_prompts_fill_the_step_a_stale_price_lets_no_deep_draft_through() -> None:
+    """A plan without room has a price all the same: the next step may use it for other rows."""
+    policy, rng = goodput(), np.random.default_rng(0)
+    requests = [make_request(0, n, "chat") for n in range(16)]
+    for step_id in range(40):
+        view = view_of(requests, step_id)
+        policy.observe(step(requests, view, policy.decide(view), Machine(), rng))
+    full = view_of(requests, 40)
+    full.prefill_tokens[3:] = LIMITS.token_budget
+    plan = policy.decide(full)
+    assert not plan.k.any()
+    assert plan.marginal_token_price_ms >= 0.3 * plan.token_value_ms > 0.0
+    after = view_of(requests, 41)
+    assert fit_plan(plan, after).k.sum() <= policy.decide(after).k.sum() + 8
+
+
+def test_a_batch_that_fills_up_is_not_planned_as_a_small_one() -> None:
+    policy, rng = goodput(), np.random.default_rng(0)
+    requests = [make_request(0, n, "chat") for n in range(16)]
+    for step_id in range(40):
+        view = view_of(requests, step_id)
+        policy.observe(step(requests, view, policy.decide(view), Machine(), rng))
+    filling = view_of(requests, 40)
+    filling.prefill_tokens[2:] = 4
+    whole = policy.decide(view_of(requests, 40))
+    assert policy.decide(filling).token_value_ms <= 1.3 * whole.token_value_ms
+
+
 def same(one: Plan, other: Plan) -> bool:
     assert one.survival is not None
     assert other.survival is not None
