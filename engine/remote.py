@@ -183,9 +183,14 @@ class RemotePlanner:
             self._outcome = None
 
     def _put(self, report: _Report) -> None:
+        told_to_leave = False
         while self._reports.qsize() >= QUEUE_REPORTS:
             with contextlib.suppress(queue.Empty):
-                self.stats.dropped_reports += self._reports.get_nowait() is not None
+                oldest = self._reports.get_nowait()
+                told_to_leave |= oldest is None
+                self.stats.dropped_reports += oldest is not None
+        if told_to_leave:
+            self._reports.put(None)
         self._reports.put(report)
 
     def _wait(self, step_id: int, plans: queue.SimpleQueue[Plan]) -> Plan | None:
@@ -225,6 +230,10 @@ class RemotePlanner:
             return silence or f"{call.stream.code().name}: {call.stream.details()}"
         except ValueError as error:
             return f"malformed answer: {error}"
+        except Exception as error:
+            # Whatever it is, it must not end the thread that comes back.
+            log.exception("the stream failed target=%s", self._target)
+            return f"{type(error).__name__}: {error}"
         return "the sidecar is draining" if call.draining else "the stream has ended"
 
     def _read(self, call: _Call, response: codec.Response | None) -> None:

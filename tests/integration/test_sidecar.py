@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -280,6 +281,34 @@ def test_a_long_outage_fills_no_memory(folder: Path, monkeypatch: pytest.MonkeyP
             planner._hang_up(remote._Call(grpc.insecure_channel("unix:/nobody")))
             step(planner, history)
         assert planner._reports.qsize() <= remote.QUEUE_REPORTS + 20
+
+
+def test_a_full_queue_keeps_the_word_that_wakes_the_writer(folder: Path) -> None:
+    with engine(f"unix:{folder}/nobody.sock") as (planner, _):
+        planner._reports = queue.SimpleQueue()
+        report = remote._Report(0, None, None)
+        for item in (None, *[report] * (remote.QUEUE_REPORTS - 1)):
+            planner._reports.put(item)
+        planner._put(report)
+        kept = [planner._reports.get_nowait() for _ in range(planner._reports.qsize())]
+        assert kept.count(None) == 1
+        assert len(kept) <= remote.QUEUE_REPORTS + 1
+
+
+def test_an_error_nobody_thought_of_ends_a_call_and_no_more(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, times = codec.decode_response, iter(range(2))
+
+    def fails_at_first(data: bytes) -> codec.Response | None:
+        if next(times, None) is None:
+            return decode(data)
+        raise MemoryError("nobody thought of this")
+
+    monkeypatch.setattr(codec, "decode_response", fails_at_first)
+    with engine(sidecar.target) as (planner, history):
+        step_until(planner, history, PlanSource.REMOTE)
+        assert next(times, None) is None
 
 
 def test_a_killed_sidecar_is_replaced_at_the_same_address(folder: Path) -> None:
