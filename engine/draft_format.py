@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.traits import LLAMA
 
 FORMAT_VERSION = 1
 _MEND = "make it again with `parlay distill draft`"
@@ -36,11 +37,12 @@ def save_draft(
     embedding: Tensor,
     card: Mapping[str, Any],
 ) -> None:
-    """Write a draft that reads `embedding`.
+    """Write a draft, a plain Llama, that reads `embedding`.
 
     weights: Hugging Face's names, lm_head.weight trimmed to the rows that ids i64 [config.vocab]
     names. card: JSON-able facts about it.
     """
+    assert config.traits == LLAMA, "a draft is a plain Llama"
     tensors: dict[str, Tensor] = {"vocab": ids.to(torch.int32)}
     for name in _shapes(config, embedding.shape[1]):
         w = weights[name].detach().float()
@@ -52,7 +54,7 @@ def save_draft(
             tensors[name] = (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
     header = {
         "version": FORMAT_VERSION,
-        "config": dataclasses.asdict(config),
+        "config": {n: v for n, v in dataclasses.asdict(config).items() if n != "traits"},
         "target_embedding": fingerprint(embedding),
         "card": dict(card),
     }
@@ -124,6 +126,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
     try:
         fields = dict(header["config"])
+        if "traits" in fields:
+            raise ValueError("a draft is a plain Llama")
         tuples = {n: tuple(fields[n]) for n in ("eos_ids", "state_layers") if n in fields}
         return ModelConfig(**{**fields, **tuples})
     except (KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Linear layers without bias: prepacked for oneDNN on a CPU, plain elsewhere."""
+"""Linear layers: prepacked for oneDNN on a CPU, plain elsewhere."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def make_linear(weight: Tensor, pack: bool) -> Linear:
-    """Return x [rows, in] -> [rows, out] for a weight [out, in]; packed weights are copied."""
+def make_linear(weight: Tensor, pack: bool, bias: Tensor | None = None) -> Linear:
+    """Return x [rows, in] -> [rows, out] for a weight [out, in] and a bias [out], if any.
+
+    Packed weights are copied.
+    """
     if not pack:
-        return lambda x: F.linear(x, weight)
+        return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
     linear = torch.ops.mkldnn._linear_pointwise
-    return lambda x: linear(x, packed, None, "none", [], "")
+    return lambda x: linear(x, packed, bias, "none", [], "")

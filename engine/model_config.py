@@ -1,31 +1,24 @@
-"""The shape of a Llama model, read from a Hugging Face config.json."""
+"""The shape of a decoder-only model, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURE = "LlamaForCausalLM"
+from parlay.engine.families import family_of, positive, rope_theta, whole
+from parlay.engine.traits import LLAMA, Traits
+
 MAX_CONTEXT = 1 << 24
 """Longest context believed: tables of positions are made for all of it."""
-_MUST_BE: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "sliding_window": (None,),
-    "quantization_config": (None,),
-    "partial_rotary_factor": (1.0, None),
-}
 
 
 @dataclass(slots=True, frozen=True)
 class ModelConfig:
-    """Sizes of a decoder-only Llama model.
+    """Sizes of a decoder-only model, and what it has beyond a Llama.
 
     context: the most positions it was made for; tied: the output layer is the embedding; eos_ids:
     tokens that end a text (empty: none); state_layers: of a draft, the target's layers whose states
@@ -45,6 +38,7 @@ class ModelConfig:
     tied: bool
     eos_ids: tuple[int, ...]
     state_layers: tuple[int, ...] = ()
+    traits: Traits = LLAMA
 
     def __post_init__(self) -> None:
         sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
@@ -72,50 +66,69 @@ class ModelConfig:
                 raise ValueError(
                     f"model config: end token {eos} is not in the vocabulary of {self.vocab}"
                 )
+        local = self.traits.local
+        if local is not None and (len(local.layers) != self.layers or local.window < 1):
+            raise ValueError(
+                f"model config: {len(local.layers)} layer_types and a sliding_window of"
+                f" {local.window} do not fit {self.layers} layers"
+            )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of the model, as Hugging Face names them."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, self.hidden),
             "model.norm.weight": (self.hidden,),
         }
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            shapes[f"{at}.input_layernorm.weight"] = (self.hidden,)
-            shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
-            shapes[f"{at}.self_attn.q_proj.weight"] = (q, self.hidden)
-            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, self.hidden)
-            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, self.hidden)
-            shapes[f"{at}.self_attn.o_proj.weight"] = (self.hidden, q)
-            shapes[f"{at}.mlp.gate_proj.weight"] = (self.ffn, self.hidden)
-            shapes[f"{at}.mlp.up_proj.weight"] = (self.ffn, self.hidden)
-            shapes[f"{at}.mlp.down_proj.weight"] = (self.hidden, self.ffn)
+            own = self._layer_shapes()
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if self.traits.post_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden,) for name in norms}
+        shapes |= {
+            "self_attn.q_proj.weight": (q, self.hidden),
+            "self_attn.k_proj.weight": (kv, self.hidden),
+            "self_attn.v_proj.weight": (kv, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q),
+            "mlp.gate_proj.weight": (self.ffn, self.hidden),
+            "mlp.up_proj.weight": (self.ffn, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.ffn),
+        }
+        if self.traits.qkv_bias:
+            shapes |= {f"self_attn.{n}_proj.bias": (q if n == "q" else kv,) for n in "qkv"}
+        if self.traits.qk_norm:
+            shapes |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk"}
         return shapes
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a parsed config.json; raises ValueError naming what is missing or not supported."""
-    _refuse_unsupported(config)
-    heads = _whole(config, "num_attention_heads")
-    hidden = _whole(config, "hidden_size")
+    family = family_of(config)
+    heads = whole(config, "num_attention_heads")
+    hidden = whole(config, "hidden_size")
     if heads < 1 or (config.get("head_dim") is None and hidden % heads):
         raise ValueError(f"model config: hidden_size {hidden} is not a multiple of {heads} heads")
     return ModelConfig(
         hidden=hidden,
-        layers=_whole(config, "num_hidden_layers"),
+        layers=whole(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_whole(config, "num_key_value_heads", heads),
-        head_dim=_whole(config, "head_dim", hidden // heads),
-        ffn=_whole(config, "intermediate_size"),
-        vocab=_whole(config, "vocab_size"),
-        rope_theta=_rope_theta(config),
-        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
-        context=_whole(config, "max_position_embeddings", 2048),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        kv_heads=whole(config, "num_key_value_heads", heads),
+        head_dim=whole(config, "head_dim", hidden // heads),
+        ffn=whole(config, "intermediate_size"),
+        vocab=whole(config, "vocab_size"),
+        rope_theta=rope_theta(config, family.rope_theta),
+        norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
+        context=whole(config, "max_position_embeddings", 2048),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
         eos_ids=token_ids(config.get("eos_token_id")),
+        traits=family.traits(config),
     )
 
 
@@ -160,48 +173,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ValueError(f"{file} is not a JSON object")
     return parsed
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    named = config.get("architectures") or []
-    named = named if isinstance(named, list) else [named]
-    if named != [ARCHITECTURE]:
-        found = ", ".join(map(str, named)) or f"model_type {config.get('model_type', 'unknown')}"
-        raise ValueError(f"architecture {found} is not supported; supported: {ARCHITECTURE}")
-    for key, allowed in _MUST_BE.items():
-        value = config.get(key)
-        if value not in allowed:
-            shown = "set" if isinstance(value, Mapping) else repr(value)
-            raise ValueError(
-                f"model config: {key} {shown} is not supported; it must be {allowed[0]!r}"
-            )
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Accept rope_parameters (transformers 5) and rope_theta with rope_scaling (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"model config: rope_parameters must be an object, not {rope!r}")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise ValueError(f"model config: rope scaling '{kind}' is not supported; only 'default' is")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError("model config: partial_rotary_factor is not supported; it must be 1.0")
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return _positive("rope_theta", theta)
-
-
-def _positive(key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0.0 < value < math.inf:
-        raise ValueError(f"model config: {key} must be a number above 0, not {value!r}")
-    return float(value)
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if type(value) is not int:
-        what = "is missing" if value is None else f"must be a whole number, not {value!r}"
-        raise ValueError(f"model config: {key} {what}")
-    return value

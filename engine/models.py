@@ -1,21 +1,24 @@
-"""A lean Llama over flat ragged batches: fused QKV and gate-up, prepacked weights, no modules.
+"""A lean decoder over flat ragged batches: fused QKV and gate-up, prepacked weights, no modules.
 
-Target and draft run the same code; a draft may read embeddings of another width through `in_proj`,
-and the target's states through `state_proj`.
+Llama and what is near it: `traits.py` says what other families add, each of it None or absent where
+a model has it not. Target and draft run the same code; a draft may read embeddings of another width
+through `in_proj`, and the target's states through `state_proj`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parlay.engine.attention.paged import PagedKV, plan_ragged
+from parlay.engine.attention.paged import PagedKV, Ragged, plan_ragged
 from parlay.engine.attention.sdpa import SdpaAttention
-from parlay.engine.linear import Linear, can_pack, make_linear
+from parlay.engine.layers import Loader
+from parlay.engine.linear import make_linear
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
@@ -25,15 +28,14 @@ STATE_EPS = 1e-6
 
 
 @dataclass(slots=True)
-class Layer:
-    """One decoder layer's weights."""
+class Reach:
+    """How some layers see positions: rotary tables [context, 1, head_dim], and how many tokens back
+    (None: all of them).
+    """  # noqa: D205
 
-    input_norm: Tensor
-    qkv: Linear
-    out: Linear
-    ffn_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    cos: Tensor
+    sin: Tensor
+    window: int | None
 
 
 class Llama:
@@ -52,32 +54,24 @@ class Llama:
         device: torch.device,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        pack = can_pack(dtype, device)
-
-        def get(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=dtype)
-
-        def linear(*names: str) -> Linear:
-            return make_linear(torch.cat([get(f"{name}.weight") for name in names]), pack)
-
         self.embedding = embedding.to(device=device, dtype=dtype)
-        self.in_proj = linear("in_proj") if "in_proj.weight" in weights else None
-        self.state_proj = linear("state_proj") if "state_proj.weight" in weights else None
-        self.layers = [
-            Layer(
-                input_norm=get(f"{at}.input_layernorm.weight"),
-                qkv=linear(*(f"{at}.self_attn.{n}_proj" for n in "qkv")),
-                out=linear(f"{at}.self_attn.o_proj"),
-                ffn_norm=get(f"{at}.post_attention_layernorm.weight"),
-                gate_up=linear(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
-                down=linear(f"{at}.mlp.down_proj"),
-            )
-            for at in (f"model.layers.{i}" for i in range(config.layers))
-        ]
-        self.norm = get("model.norm.weight")
+        load = Loader(config, weights, dtype, device)
+        self.in_proj = load.linear("in_proj") if "in_proj.weight" in weights else None
+        self.state_proj = load.linear("state_proj") if "state_proj.weight" in weights else None
+        self.layers = [load.layer(index) for index in range(config.layers)]
+        self.norm = load.norm("model.norm")
         tied = "lm_head.weight" not in weights
-        self.head = make_linear(self.embedding if tied else get("lm_head.weight"), pack)
-        self.cos, self.sin = self._rotary()
+        self.head = make_linear(self.embedding, load.pack) if tied else load.linear("lm_head")
+        traits = config.traits
+        self.gate: Callable[[Tensor], Tensor] = (
+            functools.partial(F.gelu, approximate="tanh") if traits.gelu else F.silu
+        )
+        # Rounded to the dtype, as it was in training.
+        scale = torch.tensor(config.hidden**0.5).to(device, dtype)
+        self.embedding_scale = scale if traits.scaled_embedding else None
+        self.reaches = [self._reach(config.rope_theta, None)]
+        if traits.local is not None:
+            self.reaches.append(self._reach(traits.local.rope_theta, traits.local.window))
 
     def new_cache(self, blocks: int, block_tokens: int) -> SdpaAttention:
         """Return an empty paged cache with the attention over it."""
@@ -90,6 +84,8 @@ class Llama:
         x = self.embedding[ids]
         if self.in_proj is not None:
             x = self.in_proj(x)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
         if states is not None:
             assert self.state_proj is not None, "this model reads no states"
             x = x + self.state_proj(states)
@@ -100,21 +96,24 @@ class Llama:
     ) -> tuple[Tensor, Tensor]:
         """Run every layer; see `Model.run`."""
         c, half = self.config, self.config.head_dim // 2
-        share = c.heads // c.kv_heads
-        ragged = plan_ragged(cache.cache, spans.tables, spans.starts, spans.lengths, share)
         tapped: list[Tensor] = []
-        cos, sin = self.cos[ragged.positions], self.sin[ragged.positions]
+        seen = [self._seen(reach, cache, spans) for reach in self.reaches]
         for index, layer in enumerate(self.layers):
+            ragged, cos, sin = seen[layer.reach]
             y = layer.qkv(self._normed(x, layer.input_norm))
             y = y.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
             turned = y[:, : c.heads + c.kv_heads]
+            if layer.qk_norm is not None:
+                turned = self._heads_normed(turned, layer.qk_norm)
             # Half-split rotary: (a, b) -> (a cos - b sin, b cos + a sin); sin holds (-sin, sin).
             turned = turned * cos + torch.cat((turned[..., half:], turned[..., :half]), -1) * sin
             kv = torch.cat((turned[:, c.heads :], y[:, c.heads + c.kv_heads :]), 1)
             mixed = cache(index, turned[:, : c.heads], kv, ragged)
-            x = x + layer.out(mixed.reshape(-1, c.heads * c.head_dim))
+            added = layer.out(mixed.reshape(-1, c.heads * c.head_dim))
+            x = x + (added if layer.out_norm is None else self._normed(added, layer.out_norm))
             gate, up = layer.gate_up(self._normed(x, layer.ffn_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
+            added = layer.down(self.gate(gate) * up)
+            x = x + (added if layer.down_norm is None else self._normed(added, layer.down_norm))
             if index + 1 in taps and index + 1 < c.layers:
                 tapped.append(F.rms_norm(x, (c.hidden,), eps=STATE_EPS))
         normed = self._normed(x, self.norm)
@@ -127,10 +126,26 @@ class Llama:
         return self.head(hidden)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+        """Norm in the weight's dtype, which is float32 where only the product is to be rounded."""
+        if weight.dtype is x.dtype:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.config.norm_eps).to(x.dtype)
 
-    def _rotary(self) -> tuple[Tensor, Tensor]:
-        angles = rotary_angles(self.config, self.config.context)
+    def _heads_normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm every head of x [tokens, heads, head_dim] by its own row of weight."""
+        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), eps=self.config.norm_eps)
+        return (normed * weight).to(x.dtype)
+
+    def _reach(self, theta: float, window: int | None) -> Reach:
+        angles = rotary_angles(self.config, self.config.context, theta)
         cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
         sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
-        return (cos.to(self.device, self.dtype), sin.to(self.device, self.dtype))
+        return Reach(cos.to(self.device, self.dtype), sin.to(self.device, self.dtype), window)
+
+    def _seen(
+        self, reach: Reach, cache: SdpaAttention, spans: Spans
+    ) -> tuple[Ragged, Tensor, Tensor]:
+        """Lay out a pass for the layers of one reach; cos and sin are [tokens, 1, head_dim]."""
+        share = self.config.heads // self.config.kv_heads
+        ragged = plan_ragged(cache.cache, spans, share, reach.window)
+        return ragged, reach.cos[ragged.positions], reach.sin[ragged.positions]

@@ -65,6 +65,10 @@ class Tokenizer:
         """Return the text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
         return str(self._model.decode(list(ids), skip_special_tokens=True))
 
+    def piece(self, token: int) -> str:
+        """Return a token as the vocabulary writes it, empty where there is none."""
+        return str(self._model.id_to_token(token) or "")
+
 
 class StreamDecoder:
     """Turns tokens into text as they come, holding back what does not yet end in a whole character.
@@ -111,6 +115,9 @@ def load(path: str | Path) -> Tokenizer:
         model = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{file} cannot be read: {error}") from None
+    # Some checkpoints keep what their training padded and cut to.
+    model.no_padding()
+    model.no_truncation()
     special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
     return Tokenizer(model, _template(folder, settings), special, eos_ids)
 
@@ -126,9 +133,8 @@ def _token_text(token: Any) -> str:
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
     """Compile the chat template in the environment that transformers gives it."""
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
-    if not isinstance(source, str):
+    source = _template_source(folder, settings)
+    if source is None:
         return None
     # A template comes with the checkpoint, so it is not trusted.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -143,8 +149,26 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | No
         raise ValueError(f"the chat template at {folder} cannot be read: {error}") from None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Find the template: in a file of its own or in the settings, alone or the default of many."""
+    file = folder / "chat_template.jinja"
+    source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+    if isinstance(source, list):
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

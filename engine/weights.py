@@ -1,4 +1,4 @@
-"""Weights on disk: any local Hugging Face Llama checkpoint, and the embedded default model."""
+"""Weights on disk: any local Hugging Face checkpoint that fits, and the embedded default model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, torch.T
     )
     extra = [name for name in tensors if name not in shapes and not name.endswith(harmless)]
     if extra:
-        raise ValueError(f"{at} has tensors that a Llama has not: {_some(extra)}")
+        raise ValueError(f"{at} has tensors that such a model has not: {_some(extra)}")
     for name, shape in shapes.items():
         found = tensors[name]
         if tuple(found.shape) != shape:

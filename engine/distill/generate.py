@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from parlay.engine.attention.sdpa import attend_by_gemm
 from parlay.engine.distill.examples import Example, read_shards, write_shard
-from parlay.engine.distill.llama import rotary, rotate
+from parlay.engine.distill.llama import require_llama, rotary, rotate
 from parlay.engine.distill.states import early_state
 from parlay.engine.linear import Linear, can_pack, make_linear
 from parlay.engine.model_config import ModelConfig
@@ -70,6 +70,7 @@ class Decoder:
         longest: int,
         state_layers: tuple[int, ...] = (),
     ) -> None:
+        require_llama(config)
         self.config = config
         self.state_layers = state_layers or (config.layers,)
         assert list(self.state_layers) == sorted(set(self.state_layers))

@@ -12,6 +12,13 @@ from torch.nn import functional as F
 
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
+from parlay.engine.traits import LLAMA
+
+
+def require_llama(config: ModelConfig) -> None:
+    """Raise ValueError for a model that is more than a plain Llama."""
+    if config.traits != LLAMA:
+        raise ValueError("parlay distill works with Llama targets only, so far")
 
 
 def rotary(config: ModelConfig, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -104,6 +111,7 @@ class Body(nn.Module):
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__()
+        require_llama(config)
         self.config = config
         self.layers = nn.ModuleList(Layer(config, dropout) for _ in range(config.layers))
         self.norm = Norm(config.hidden, config.norm_eps)

@@ -150,6 +150,64 @@ def test_finds_the_template_in_the_settings(tmp_path: Path) -> None:
     assert tokenizer.load(folder).render(CHAT) == "2"
 
 
+def test_takes_the_default_of_many_templates(tmp_path: Path) -> None:
+    many = [{"name": "tools", "template": "1"}, {"name": "default", "template": "2"}]
+    folder = write(tmp_path, byte_level(), template=None, chat_template=many)
+    assert tokenizer.load(folder).render(CHAT) == "2"
+    folder = write(tmp_path, byte_level(), template=None, chat_template=many[:1])
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.load(folder).render(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        # What the templates of Qwen2, Qwen3 and Gemma 3 use, in little.
+        (
+            "{% if messages[0]['role'] != 'system' %}{{ '[system]be kind.\\n' }}{% endif %}"
+            "{% for m in messages %}"
+            "{{ '[' + m['role'] + ']' + m['content'] + '.\\n' }}{% endfor %}",
+            '[system]Be <brief>..\n[user]Grüße, "日本" 🎲.\n',
+        ),
+        (
+            "{%- set ns = namespace(last=messages|length - 1) %}"
+            "{%- for m in messages[::-1] if m.role == 'user' and m.content is string %}"
+            "{%- set ns.last = loop.index0 %}{%- endfor %}"
+            "{{- ns.last }} {{ messages[-1].content.split(',')[0].lstrip('G') }}"
+            "{%- if tools %}tools{% endif %}"
+            "{%- if enable_thinking is defined and enable_thinking is false %}quiet{% endif %}",
+            "0 rüße",
+        ),
+        (
+            "{{ bos_token }}{%- if messages[0]['content'] is string -%}"
+            "{%- set first = messages[0]['content'] + '\\n' -%}{%- endif -%}"
+            "{%- for m in messages[1:] -%}"
+            "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+            "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+            "{{ '[' + m['role'] + ']' + (first if loop.first else '') }}{{ m['content'] | trim }}"
+            "{%- endfor -%}{%- if add_generation_prompt -%}{{ '[model]\\n' }}{%- endif -%}",
+            '<s>[user]Be <brief>.\nGrüße, "日本" 🎲[model]\n',
+        ),
+        (
+            "{{ {'b': 1, 'a': '<é>'} | tojson(separators=(',', ':'), sort_keys=True) }}",
+            '{"a":"<é>","b":1}',
+        ),
+    ],
+    ids=["qwen2", "qwen3", "gemma3", "tojson"],
+)
+def test_renders_what_families_write(tmp_path: Path, template: str, rendered: str) -> None:
+    assert tokenizer.load(write(tmp_path, byte_level(), template)).render(CHAT) == rendered
+
+
+def test_neither_cuts_nor_pads_as_training_did(tmp_path: Path) -> None:
+    model = byte_level()
+    model.enable_truncation(3)
+    model.enable_padding(length=900)
+    loaded = tokenizer.load(write(tmp_path, model))
+    assert loaded.decode(loaded.encode(TEXT)) == TEXT
+    assert 3 < len(loaded.encode(TEXT)) < 900
+
+
 def test_names_what_is_wrong(tmp_path: Path) -> None:
     folder = write(tmp_path, byte_level())
     with pytest.raises(ValueError, match="refuses these messages: no tools"):

@@ -100,11 +100,13 @@ def test_refuses_a_missing_tensor(saved: Path, name: str) -> None:
 
 
 def test_refuses_sizes_that_do_not_fit(saved: Path) -> None:
-    config = dataclasses.asdict(CONFIG)
+    config = {n: v for n, v in dataclasses.asdict(CONFIG).items() if n != "traits"}
     rewritten(saved, config={**config, "ffn": 25})
     assert "gate_proj" in refusal(saved)
     rewritten(saved, config={**config, "heads": 3})
     assert "config" in refusal(saved)
+    rewritten(saved, config=dataclasses.asdict(CONFIG))
+    assert "a draft is a plain Llama" in refusal(saved)
     rewritten(saved, config={"hidden": 16})
     assert "config" in refusal(saved)
 
