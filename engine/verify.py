@@ -9,7 +9,7 @@ q)+ is drawn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,12 +32,14 @@ from parlay.policies.types import Array
 class DraftLaw:
     """What sampled drafts were drawn from: law float64 [depth][rows, n] over token ids i64 [n].
 
-    row maps a batch row to a row of law; a batch row that is absent drafted point masses.
+    row maps a batch row to a row of law; a batch row that is absent drafted point masses. watched:
+    laws [n] that nothing was drafted from, by batch row.
     """
 
     row: dict[int, int]
     law: list[Tensor]
     ids: Tensor
+    watched: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -85,8 +87,23 @@ def accept(
             tokens[i, : held + 1] = run[: held + 1]
     drawn = [i for i, mode in enumerate(modes) if mode is SampleMode.REJECTION]
     if drawn:
-        _reject(logits, requests, places, drawn, law, engine_seed, accepted, tokens)
+        reject(logits, requests, places, drawn, law, engine_seed, accepted, tokens)
     return accepted, tokens
+
+
+def overlaps(
+    logits: Tensor, requests: Sequence[Request], places: Places, law: DraftLaw | None
+) -> dict[int, float]:
+    """Return sum min(p, q) over the law q of each batch row that is watched, at its first place."""
+    watched = {} if law is None else law.watched
+    first = dict(zip(places.rows.tolist(), places.starts.tolist(), strict=False))
+    found = {}
+    for row, q in watched.items():
+        assert law is not None
+        at = first[row]
+        (p,) = probabilities(logits[at : at + 1], [requests[row].sampling])
+        found[row] = float(torch.minimum(p[law.ids.to(p.device)], q.to(p.device)).sum())
+    return found
 
 
 def _laws(
@@ -112,7 +129,7 @@ def _laws(
     return index, keys, probabilities(logits[index], params)
 
 
-def _reject(
+def reject(
     logits: Tensor,
     requests: Sequence[Request],
     places: Places,

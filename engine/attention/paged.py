@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from parlay.engine.model_config import ModelConfig
+from parlay.engine.spans import Spans
+from parlay.engine.tree import Trees
 
 WIDE = 32
 """Rows with more query tokens are attended alone, so that nobody is padded to a prompt."""
@@ -41,6 +43,19 @@ class PagedKV:
             torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
             for _ in range(config.layers)
         ]
+
+    def move(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy the keys and values of slots i64 [n] to others, in every layer.
+
+        A slot is block * block_tokens + offset. All are read before any is written.
+        """
+        head = torch.arange(2 * self.heads) * (self.blocks * self.block_tokens)
+        device = self.layers[0].device
+        source, target = (
+            (slots.cpu()[:, None] + head).reshape(-1).to(device) for slots in (from_slots, to_slots)
+        )
+        for pool in self.layers:
+            pool.index_copy_(0, target, pool.index_select(0, source))
 
 
 @dataclass(slots=True)
@@ -80,31 +95,23 @@ class Attention(Protocol):
         ...
 
 
-def plan_ragged(
-    cache: PagedKV,
-    tables: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    share: int,
-) -> Ragged:
-    """Lay out a pass in which row r computes positions starts[r] .. starts[r] + lengths[r] - 1.
+def plan_ragged(cache: PagedKV, spans: Spans, share: int, window: int | None = None) -> Ragged:
+    """Lay out a pass over `spans`.
 
-    tables: each row's blocks; share: query heads a KV head. Rows are flat and in order.
+    share: query heads a KV head; window: how many positions each token sees, its own included
+    (None: all).
     """
-    device = cache.layers[0].device
-    position_list = [range(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-    positions = torch.tensor([p for row in position_list for p in row], dtype=torch.int64)
-    size = cache.block_tokens
-    slots = torch.tensor(
-        [
-            table[p // size] * size + p % size
-            for table, row in zip(tables, position_list, strict=True)
-            for p in row
-        ],
-        dtype=torch.int64,
-    )
+    device, size = cache.layers[0].device, cache.block_tokens
+    positions = torch.from_numpy(spans.positions())
+    slots = torch.from_numpy(spans.slots(size))
     head = torch.arange(2 * cache.heads) * (cache.blocks * size)
-    groups = [_group(cache, tables, starts, lengths, rows, share) for rows in _split(lengths)]
+    if window is not None:
+        # Blocks that lie before all that a row sees are not even gathered.
+        skipped = [max(s + 1 - window, 0) // size for s in spans.starts]
+        tables = [table[n:] for table, n in zip(spans.tables, skipped, strict=True)]
+        starts = [s - n * size for s, n in zip(spans.starts, skipped, strict=True)]
+        spans = Spans(tables, starts, spans.lengths, spans.trees)
+    groups = [_group(cache, spans, rows, share, window) for rows in _split(spans.lengths)]
     return Ragged(positions.to(device), (slots[:, None] + head).reshape(-1).to(device), groups)
 
 
@@ -125,27 +132,22 @@ def _halve(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
     return [rows] if most <= GROUP_COST else [sorted(order[:at]), sorted(order[at:])]
 
 
-def _group(
-    cache: PagedKV,
-    tables: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    rows: list[int],
-    share: int,
-) -> Group:
+def _group(cache: PagedKV, spans: Spans, rows: list[int], share: int, window: int | None) -> Group:
     device, dtype, size = cache.layers[0].device, cache.layers[0].dtype, cache.block_tokens
+    lengths = spans.lengths
     batch, q = len(rows), max(lengths[r] for r in rows)
-    counts = [-(-(starts[r] + lengths[r]) // size) for r in rows]
+    counts = [-(-(spans.starts[r] + lengths[r]) // size) for r in rows]
     blocks = torch.zeros(batch, max(counts), dtype=torch.int64)
     for i, r in enumerate(rows):
-        blocks[i, : counts[i]] = torch.tensor(tables[r][: counts[i]])
+        blocks[i, : counts[i]] = torch.tensor(spans.tables[r][: counts[i]])
     head = (torch.arange(2 * cache.heads) * cache.blocks).view(2, 1, cache.heads, 1)
     gather = (head + blocks[None, :, None, :]).reshape(-1)
 
     length = torch.tensor([lengths[r] for r in rows])
     step = torch.arange(q)
-    at = torch.tensor([starts[r] for r in rows])[:, None] + torch.minimum(step, length[:, None] - 1)
-    hidden = torch.arange(blocks.shape[1] * size) > at[:, :, None]
+    offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    queries = offset[rows][:, None] + torch.minimum(step, length[:, None] - 1)
+    hidden = _hidden(spans, rows, queries, blocks.shape[1] * size, window)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     mask = (
         mask[:, None, None]
@@ -153,8 +155,6 @@ def _group(
         .reshape(batch * cache.heads, share * q, -1)
     )
 
-    offset = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    queries = (offset[rows][:, None] + torch.minimum(step, length[:, None] - 1)).reshape(-1)
     whole = batch == len(lengths) and batch * q == sum(lengths)
     valid = (
         None
@@ -162,6 +162,42 @@ def _group(
         else torch.nonzero((step < length[:, None]).reshape(-1))[:, 0]
     )
     return Group(
-        batch, q, None if whole else queries.to(device),
+        batch, q, None if whole else queries.reshape(-1).to(device),
         None if valid is None else valid.to(device), gather.to(device), mask.to(device),
     )  # fmt: skip
+
+
+def _hidden(
+    spans: Spans, rows: list[int], queries: Tensor, keys: int, window: int | None
+) -> Tensor:
+    """Return which of its row's first `keys` places each query must not see: bool [batch, q, keys].
+
+    queries i64 [batch, q]: tokens of the flat pass.
+    """
+    base, mask = (torch.from_numpy(a)[queries][:, :, None] for a in spans.seen())
+    trees = spans.trees
+    # A tree's mask may reach beyond the last key; those places are cut off again.
+    reach = 0 if trees is None else int(trees.counts.max(initial=0))
+    key = torch.arange(keys + reach)
+    hidden = key >= base
+    if reach:
+        bit = torch.arange(reach)
+        hidden.scatter_(2, base + bit, (mask >> bit) & 1 == 0)
+        hidden, key = hidden[:, :, :keys], key[:keys]
+    if window is not None:
+        key = (
+            key.expand(len(rows), -1) if trees is None else _key_positions(spans, trees, rows, key)
+        )
+        position = torch.from_numpy(spans.positions())[queries]
+        hidden |= key[:, None] <= position[:, :, None] - window
+    return hidden
+
+
+def _key_positions(spans: Spans, trees: Trees, rows: list[int], place: Tensor) -> Tensor:
+    """Return the position of each key place [keys] for each row: a node's is its depth's."""
+    position = place.repeat(len(rows), 1)
+    for i, r in enumerate(rows):
+        depth = torch.from_numpy(trees.depth[trees.starts[r] : trees.starts[r + 1]])
+        end = spans.starts[r] + spans.lengths[r]
+        position[i, end - len(depth) : end] = end - len(depth) + depth
+    return position

@@ -36,6 +36,10 @@ class SdpaAttention:
             out[group.queries] = mixed
         return out
 
+    def move(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy keys and values between slots; see `PagedKV.move`."""
+        self.cache.move(from_slots, to_slots)
+
     def _attend(self, pool: Tensor, q: Tensor, group: Group) -> Tensor:
         """Attend q [batch * q, heads, head_dim] to its own rows' keys."""
         heads, dim, b = self.cache.heads, self.cache.head_dim, group.batch

@@ -2,7 +2,8 @@
    sums and residual, for CPUs with AVX512_BF16.
 
    A row's arithmetic never depends on the other rows: its sums run in one fixed order, whatever the
-   batch. So what a token gets is the same, bit for bit, alone, in a batch, or among drafts.
+   batch. So what a token gets is the same, bit for bit, alone, in a batch, or among drafts, be they
+   a chain or a tree.
 
    Speed: decoding a few rows is bound by reading the weights once. Weights lie in panels of 32
    columns in the order in which they are read, and each pass over a panel fetches what comes next,
@@ -16,7 +17,7 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE = 8, AHEAD_BYTES = 4096, LINE_BYTES = 64 };
-enum { MOST_SHARE = 4, MOST_DIM = 128, SOON = 2 };
+enum { MOST_SHARE = 4, MOST_DIM = 128, GROUP = 4 };
 
 /* A loop of a constant count whose variables stay in registers. */
 #define ALL(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
@@ -36,7 +37,8 @@ typedef struct {
 
 typedef struct {
     int64_t rows, taps;
-    const int32_t *position;     /* [rows], in the cache */
+    const int32_t *base;         /* [rows], a row sees every place of the cache before it, */
+    const uint64_t *mask;        /* [rows], and place base + j where bit j is set; 0: no trees */
     const int32_t *const *table; /* [rows], blocks of 16 positions */
     const int64_t *tap;          /* [taps], layers after which states are kept, ascending */
     float *x;                    /* [rows, hidden]: in, embeddings; lost */
@@ -173,14 +175,37 @@ static inline void turn(bf16 *head, const float *cos, const float *sin, int64_t 
     }
 }
 
+static inline uint64_t mask_of(const Pass *pass, int64_t row) {
+    return pass->mask ? pass->mask[row] : 0;
+}
+
+/* Where a row's keys and values go: behind all that it sees, or the last of what its mask names. */
+static inline int64_t place_of(const Pass *pass, int64_t row) {
+    const uint64_t mask = mask_of(pass, row);
+    return pass->base[row] + (mask ? 63 - __builtin_clzll(mask) : -1);
+}
+
+/* A row's position in its text: how many places it sees besides its own. */
+static inline int64_t position_of(const Pass *pass, int64_t row) {
+    return pass->base[row] + __builtin_popcountll(mask_of(pass, row)) - 1;
+}
+
+/* Which of the 16 places of a block are seen. */
+static inline __mmask16 seen_in(int64_t block, int64_t base, uint64_t mask) {
+    const int64_t left = base - block * LANES;
+    if (left >= LANES) return 0xffff;
+    if (left > 0) return (__mmask16)(((1u << left) - 1) | mask << left);
+    return (__mmask16)(left > -64 ? mask >> -left : 0);
+}
+
 /* A block of keys is [head_dim / 2][16 positions][2], so that 16 scores come of one lane each; a
    block of values is [16 positions][head_dim]. Blocks of a KV head lie behind each other. */
 static void append(const Model *m, const Layer *layer, const Pass *pass, bf16 *qkv) {
     const int64_t dim = m->head_dim, half = dim / 2, block = LANES * dim;
     const int64_t width = (m->heads + 2 * m->kv_heads) * dim;
     for (int64_t r = 0; r < pass->rows; r++, qkv += width) {
-        const int64_t p = pass->position[r];
-        const float *cos = m->cos + p * half, *sin = m->sin + p * half;
+        const int64_t p = place_of(pass, r), turns = position_of(pass, r) * half;
+        const float *cos = m->cos + turns, *sin = m->sin + turns;
         for (int64_t h = 0; h < m->heads + m->kv_heads; h++) turn(qkv + h * dim, cos, sin, half);
         const int64_t at = (int64_t)pass->table[r][p / LANES] * m->kv_heads, lane = p % LANES;
         for (int64_t h = 0; h < m->kv_heads; h++) {
@@ -192,97 +217,163 @@ static void append(const Model *m, const Layer *layer, const Pass *pass, bf16 *q
     }
 }
 
-/* Attend `share` query heads of one KV head and row to positions 0 .. last; q and y [share, dim].
-   scores: f32 [share, positions rounded up to 16]. */
-static inline __attribute__((always_inline)) void attend_heads(
-    const int share, const int dim, const bf16 *q, const bf16 *keys, const bf16 *values,
-    const int32_t *table, int64_t block_stride, int64_t last, float *scores, bf16 *y) {
-    const int64_t blocks = last / LANES + 1, span = blocks * LANES;
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)dim));
-    __m512 most[MOST_SHARE], total[MOST_SHARE], mix[MOST_SHARE][MOST_DIM / LANES];
-    ALL(g, share) most[g] = _mm512_set1_ps(-INFINITY);
-    for (int64_t b = 0; b < blocks; b++) {
-        const bf16 *key = keys + table[b] * block_stride;
-        /* Blocks lie anywhere, so the processor does not guess the next ones. */
-        const bf16 *soon = keys + table[b + SOON < blocks ? b + SOON : b] * block_stride;
-        __m512 dot[MOST_SHARE];
-        ALL(g, share) dot[g] = _mm512_setzero_ps();
-        for (int i = 0; i < dim / 2; i++) {
-            const __m512bh pairs = (__m512bh)_mm512_loadu_si512(key + i * PANEL);
-            _mm_prefetch((const char *)(soon + i * PANEL), _MM_HINT_T0);
-            ALL(g, share) {
-                int32_t pair;
-                memcpy(&pair, q + g * dim + 2 * i, sizeof pair);
-                dot[g] = _mm512_dpbf16_ps(dot[g], pairs, (__m512bh)_mm512_set1_epi32(pair));
-            }
-        }
-        const int64_t seen = last + 1 - b * LANES;
-        const __mmask16 in = seen >= LANES ? 0xffff : (__mmask16)((1u << seen) - 1);
+/* What one row attends with: its queries and scores lie head by head, its blocks anywhere. */
+typedef struct {
+    const bf16 *q;        /* [heads, dim] */
+    const int32_t *table; /* [blocks] */
+    int64_t base, blocks, span; /* span: its positions, rounded up to 16 */
+    uint64_t mask;
+    float *scores; /* [heads, span]; by position, so that a node of a tree sums as its path would */
+    float *mix;    /* [heads, dim] */
+} Query;
+
+/* Blocks lie anywhere, so the processor does not guess the next ones: whoever reads block b fetches
+   what is read so many blocks later, keys first, then values, then the next row's keys. */
+typedef struct {
+    const bf16 *keys, *values;
+    const int32_t *table, *next_table;
+    int64_t stride, blocks, next_blocks;
+} Stream;
+
+static inline const bf16 *ahead(const Stream *s, int64_t chunk) {
+    if (chunk < s->blocks) return s->keys + s->table[chunk] * s->stride;
+    if ((chunk -= s->blocks) < s->blocks) return s->values + s->table[chunk] * s->stride;
+    chunk -= s->blocks;
+    return s->keys + s->next_table[chunk < s->next_blocks ? chunk : 0] * s->stride;
+}
+
+/* Scores of `share` heads, from h on, with the keys of one KV head in blocks b and b + 1; returns
+   nothing of a block that is not there. at: how many positions come before block b. */
+static inline __attribute__((always_inline)) void score(
+    const int share, const int dim, const Query *row, const Stream *s, int64_t offset, int64_t h,
+    int64_t b, int64_t at) {
+    const int pair_of = b + 1 < row->blocks;
+    const bf16 *key[2] = {s->keys + row->table[b] * s->stride + offset,
+                          s->keys + row->table[b + pair_of] * s->stride + offset};
+    const bf16 *soon[2] = {ahead(s, b + GROUP) + offset, ahead(s, b + GROUP + 1) + offset};
+    const bf16 *q = row->q + h * dim;
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)dim)), none = _mm512_set1_ps(-INFINITY);
+    __m512 dot[2][MOST_SHARE];
+    ALL(g, share) dot[0][g] = dot[1][g] = _mm512_setzero_ps();
+    for (int i = 0; i < dim / 2; i++) {
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(key[0] + i * PANEL);
+        const __m512bh second = (__m512bh)_mm512_loadu_si512(key[1] + i * PANEL);
+        _mm_prefetch((const char *)(soon[0] + i * PANEL), _MM_HINT_T0);
+        _mm_prefetch((const char *)(soon[1] + i * PANEL), _MM_HINT_T0);
         ALL(g, share) {
-            dot[g] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), in, dot[g], scale);
-            most[g] = _mm512_max_ps(most[g], dot[g]);
-            _mm512_storeu_ps(scores + g * span + b * LANES, dot[g]);
+            int32_t pair;
+            memcpy(&pair, q + g * dim + 2 * i, sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            dot[0][g] = _mm512_dpbf16_ps(dot[0][g], first, both);
+            dot[1][g] = _mm512_dpbf16_ps(dot[1][g], second, both);
         }
     }
-    ALL(g, share) {
-        const __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most[g]));
-        total[g] = _mm512_setzero_ps();
-        for (int64_t j = 0; j < span; j += LANES) {
-            const __m512 s = _mm512_loadu_ps(scores + g * span + j);
-            const __mmask16 in = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-            const __m512 e = _mm512_maskz_mov_ps(in, exp16(_mm512_sub_ps(s, peak)));
-            total[g] = _mm512_add_ps(total[g], e);
-            _mm512_storeu_ps(scores + g * span + j, e);
+    ALL(n, 2) {
+        if (n > pair_of) break;
+        const __mmask16 in = seen_in(b + n, row->base, row->mask);
+        const int64_t room = row->span - at;
+        const __mmask16 fits = room >= LANES ? 0xffff : (__mmask16)((1u << room) - 1);
+        ALL(g, share) {
+            dot[n][g] = _mm512_mask_compress_ps(none, in, _mm512_mul_ps(dot[n][g], scale));
+            _mm512_mask_storeu_ps(row->scores + (h + g) * row->span + at, fits, dot[n][g]);
         }
-        ALL(d, dim / LANES) mix[g][d] = _mm512_setzero_ps();
+        at += __builtin_popcount(in);
     }
-    for (int64_t b = 0; b < blocks; b++) {
-        const bf16 *value = values + table[b] * block_stride;
-        const bf16 *soon = values + table[b + SOON < blocks ? b + SOON : b] * block_stride;
-        const int count = last + 1 - b * LANES < LANES ? (int)(last + 1 - b * LANES) : LANES;
-        for (int j = 0; j < count; j++) {
+}
+
+/* Scores of one head -> weights, not yet normed; returns their sum. */
+static float weigh(float *scores, int64_t span) {
+    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int64_t j = 0; j < span; j += LANES) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + j));
+    const __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int64_t j = 0; j < span; j += LANES) {
+        const __m512 s = _mm512_loadu_ps(scores + j);
+        const __mmask16 in = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+        const __m512 e = _mm512_maskz_mov_ps(in, exp16(_mm512_sub_ps(s, peak)));
+        total = _mm512_add_ps(total, e);
+        _mm512_storeu_ps(scores + j, e);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+/* Add to the mixes of `share` heads, from h on, the weighted values of blocks b to before `end`. */
+static inline __attribute__((always_inline)) void mix(
+    const int share, const int dim, const Query *row, const Stream *s, int64_t offset, int64_t h,
+    int64_t b, int64_t end, int64_t at) {
+    __m512 sum[MOST_SHARE][MOST_DIM / LANES];
+    ALL(g, share) ALL(d, dim / LANES) sum[g][d] = _mm512_loadu_ps(row->mix + (h + g) * dim + d * LANES);
+    const float *weights = row->scores + h * row->span;
+    for (; b < end; b++) {
+        const bf16 *value = s->values + row->table[b] * s->stride + offset;
+        const bf16 *soon = ahead(s, row->blocks + b + GROUP) + offset;
+        for (uint32_t left = seen_in(b, row->base, row->mask); left; left &= left - 1, at++) {
+            const int j = __builtin_ctz(left);
             for (int d = 0; d < dim; d += PANEL)
                 _mm_prefetch((const char *)(soon + j * dim + d), _MM_HINT_T0);
             ALL(d, dim / LANES) {
                 const __m512 v = load16(value + j * dim + d * LANES);
                 ALL(g, share) {
-                    const __m512 weight = _mm512_set1_ps(scores[g * span + b * LANES + j]);
-                    mix[g][d] = _mm512_fmadd_ps(weight, v, mix[g][d]);
+                    const __m512 weight = _mm512_set1_ps(weights[g * row->span + at]);
+                    sum[g][d] = _mm512_fmadd_ps(weight, v, sum[g][d]);
                 }
             }
         }
     }
-    ALL(g, share) {
-        const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total[g]));
-        ALL(d, dim / LANES)
-            store16(y + g * dim + d * LANES, _mm512_mul_ps(mix[g][d], inverse));
-    }
+    ALL(g, share) ALL(d, dim / LANES) _mm512_storeu_ps(row->mix + (h + g) * dim + d * LANES, sum[g][d]);
 }
 
+/* Run one of both for every head: as many at once as registers hold. */
+#define EACH_HEAD(WHAT, ...)                                                            \
+    for (int64_t h = 0; h < m->heads;) {                                                \
+        const int64_t offset = h / share * block, left = share - h % share;             \
+        if (dim == 64 && left >= 4) WHAT(4, 64, &row, &s, offset, h, __VA_ARGS__), h += 4; \
+        else if (dim == 64 && left == 3) WHAT(3, 64, &row, &s, offset, h, __VA_ARGS__), h += 3; \
+        else if (dim == 64 && left == 2) WHAT(2, 64, &row, &s, offset, h, __VA_ARGS__), h += 2; \
+        else if (dim == 64) WHAT(1, 64, &row, &s, offset, h, __VA_ARGS__), h += 1;       \
+        else if (dim == 128 && left >= 2) WHAT(2, 128, &row, &s, offset, h, __VA_ARGS__), h += 2; \
+        else if (dim == 128) WHAT(1, 128, &row, &s, offset, h, __VA_ARGS__), h += 1;     \
+        else WHAT(1, 32, &row, &s, offset, h, __VA_ARGS__), h += 1;                      \
+    }
+
+/* Every row attends to the places that it sees. All heads of a block are done before the next block:
+   they lie side by side, and memory is read in long runs. */
 static void attend(const Model *m, const Layer *layer, const Pass *pass, const bf16 *qkv, bf16 *y,
-                   float *scores) {
-    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads;
-    const int64_t block = LANES * dim, stride = m->kv_heads * block;
-    for (int64_t r = 0; r < pass->rows; r++)
-        for (int64_t h = 0; h < m->heads;) {
-            const int64_t kv = h / share, left = share - h % share;
-            const bf16 *q = qkv + r * (m->heads + 2 * m->kv_heads) * dim + h * dim;
-            bf16 *to = y + (r * m->heads + h) * dim;
-#define ATTEND(SHARE, DIM) \
-    attend_heads(SHARE, DIM, q, layer->keys + kv * block, layer->values + kv * block, \
-                 pass->table[r], stride, pass->position[r], scores, to), h += SHARE
-            if (dim == 64) {
-                if (left >= 4) ATTEND(4, 64);
-                else if (left == 3) ATTEND(3, 64);
-                else if (left == 2) ATTEND(2, 64);
-                else ATTEND(1, 64);
-            } else if (dim == 128) {
-                if (left >= 2) ATTEND(2, 128);
-                else ATTEND(1, 128);
-            } else {
-                ATTEND(1, 32);
-            }
+                   float *scratch) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, block = LANES * dim;
+    const int64_t width = (m->heads + 2 * m->kv_heads) * dim;
+    for (int64_t r = 0; r < pass->rows; r++, qkv += width, y += m->heads * dim) {
+        const int64_t next = r + 1 < pass->rows ? r + 1 : r;
+        const Query row = {
+            .q = qkv, .table = pass->table[r], .base = pass->base[r], .mask = mask_of(pass, r),
+            .blocks = place_of(pass, r) / LANES + 1,
+            .span = (position_of(pass, r) / LANES + 1) * LANES,
+            .mix = scratch, .scores = scratch + m->heads * dim,
+        };
+        const Stream s = {
+            .keys = layer->keys, .values = layer->values, .stride = m->kv_heads * block,
+            .table = row.table, .blocks = row.blocks,
+            .next_table = pass->table[next], .next_blocks = place_of(pass, next) / LANES + 1,
+        };
+        for (int64_t h = 0; h < m->heads; h++) /* what no block reaches */
+            _mm512_storeu_ps(row.scores + (h + 1) * row.span - LANES, _mm512_set1_ps(-INFINITY));
+        for (int64_t b = 0, at = 0; b < row.blocks; b += 2) {
+            EACH_HEAD(score, b, at)
+            at += __builtin_popcount(seen_in(b, row.base, row.mask));
+            if (b + 1 < row.blocks) at += __builtin_popcount(seen_in(b + 1, row.base, row.mask));
         }
+        memset(row.mix, 0, m->heads * dim * sizeof(float));
+        float total[m->heads];
+        for (int64_t h = 0; h < m->heads; h++) total[h] = weigh(row.scores + h * row.span, row.span);
+        for (int64_t b = 0, at = 0; b < row.blocks;) {
+            const int64_t end = b + GROUP < row.blocks ? b + GROUP : row.blocks;
+            EACH_HEAD(mix, b, end, at)
+            for (; b < end; b++) at += __builtin_popcount(seen_in(b, row.base, row.mask));
+        }
+        for (int64_t h = 0; h < m->heads; h++)
+            for (int64_t d = 0; d < dim; d += LANES)
+                store16(y + h * dim + d, _mm512_mul_ps(_mm512_loadu_ps(row.mix + h * dim + d),
+                                                       _mm512_set1_ps(1.0f / total[h])));
+    }
 }
 
 /* silu(gate) * up: y [rows, 2 * ffn] -> [rows, ffn], in place at the front. */
@@ -305,7 +396,7 @@ static int64_t widest(const Model *m) {
 int64_t parlay_scratch_bytes(const Model *m, int64_t rows, int64_t positions) {
     const int64_t narrow = m->hidden > m->heads * m->head_dim ? m->hidden : m->heads * m->head_dim;
     return rows * (widest(m) + narrow) * (int64_t)sizeof(bf16) +
-           4 * (positions + LANES) * (int64_t)sizeof(float) + LINE_BYTES;
+           m->heads * (m->head_dim + positions + LANES) * (int64_t)sizeof(float) + LINE_BYTES;
 }
 
 /* Run every layer over the pass; appends its keys and values to the cache. */
@@ -330,4 +421,28 @@ void parlay_forward(const Model *m, const Pass *pass) {
         }
     }
     rms_norm(pass->x, m->norm, pass->normed, rows, hidden, hidden, m->norm_eps);
+}
+
+/* Copy slots (16 * block + offset) `from` to `to`, [count] both, in every layer; all are read before
+   any is written. scratch: bf16 [count, 2 * kv_heads * head_dim]. */
+void parlay_move(const Model *m, const int64_t *from, const int64_t *to, int64_t count,
+                 bf16 *scratch) {
+    const int64_t dim = m->head_dim, half = dim / 2, block = LANES * dim;
+    for (int64_t l = 0; l < m->layers; l++)
+        for (int write = 0; write < 2; write++) {
+            bf16 *held = scratch;
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t slot = write ? to[i] : from[i], lane = slot % LANES;
+                for (int64_t h = 0; h < m->kv_heads; h++, held += 2 * dim) {
+                    const int64_t at = (slot / LANES * m->kv_heads + h) * block;
+                    bf16 *k = m->layer[l].keys + at + 2 * lane, *v = m->layer[l].values + at + lane * dim;
+                    for (int64_t d = 0; d < half; d++) {
+                        if (write) memcpy(k + d * PANEL, held + 2 * d, 2 * sizeof(bf16));
+                        else memcpy(held + 2 * d, k + d * PANEL, 2 * sizeof(bf16));
+                    }
+                    if (write) memcpy(v, held + dim, dim * sizeof(bf16));
+                    else memcpy(held + dim, v, dim * sizeof(bf16));
+                }
+            }
+        }
 }

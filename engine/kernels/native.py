@@ -15,6 +15,7 @@ from parlay.engine.kernels import build
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
+from parlay.engine.traits import LLAMA
 
 BLOCK_TOKENS = 16
 """Positions of a cache block: one vector of scores."""
@@ -41,23 +42,26 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Pass(ctypes.Structure):
+class Pass(ctypes.Structure):
+    """What one pass reads and writes; `llama.c` says what each is."""
+
     _fields_ = [
         ("rows", ctypes.c_int64),
         ("taps", ctypes.c_int64),
         *(
             (name, _POINTER)
-            for name in ("position", "table", "tap", "x", "normed", "tapped", "scratch")
+            for name in ("base", "mask", "table", "tap", "x", "normed", "tapped", "scratch")
         ),
     ]
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether a model can be run here: one thread, bfloat16, even sizes, a processor for it."""
+    """Say whether a model can be run here: one thread, bfloat16, a plain Llama, even sizes."""
     return (
         device.type == "cpu"
         and dtype is torch.bfloat16
         and torch.get_num_threads() == 1
+        and config.traits == LLAMA
         and config.head_dim in HEAD_DIMS
         and config.hidden % PANEL == config.ffn % PANEL == 0
         and build.load() is not None
@@ -71,6 +75,20 @@ class NativeKV:
     keys: list[Tensor]
     values: list[Tensor]
     layers: Any
+
+    def move(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy the keys and values of slots i64 [n] to others, in every layer.
+
+        A slot is 16 * block + offset. All are read before any is written.
+        """
+        block, at = np.divmod(from_slots.numpy(), BLOCK_TOKENS)
+        to_block, to_at = np.divmod(to_slots.numpy(), BLOCK_TOKENS)
+        # By numpy, a pair of numbers as one: a seventh of the time of torch's own indexing.
+        for keys, values in zip(self.keys, self.values, strict=True):
+            pairs = keys.view(torch.int32).numpy().reshape(*keys.shape[:2], -1, BLOCK_TOKENS)
+            pairs[to_block, :, :, to_at] = pairs[block, :, :, at]
+            rows = values.view(torch.int16).numpy()
+            rows[to_block, :, to_at] = rows[block, :, at]
 
 
 class NativeLlama:
@@ -151,27 +169,34 @@ class NativeLlama:
     ) -> tuple[Tensor, Tensor]:
         """Run every layer; see `Model.run`."""
         c, rows = self.config, len(x)
-        position = spans.positions().astype(np.int32)
+        base, mask = spans.seen()
+        base, deepest = base.astype(np.int32), int(spans.positions().max()) + 1
         tables = [np.asarray(t, np.int32) for t in spans.tables]
         table = np.repeat(np.asarray([t.ctypes.data for t in tables], np.int64), spans.lengths)
-        model = _Model(
-            c.hidden, c.heads, c.kv_heads, c.head_dim, c.ffn, c.layers, c.context, c.norm_eps,
-            ctypes.addressof(cache.layers), self._norm.data_ptr(),
-            self._cos.data_ptr(), self._sin.data_ptr(),
-        )  # fmt: skip
+        model = self.struct(cache)
         below = np.asarray([t for t in taps if t < c.layers], np.int64)
         residual = x.float()
         normed = torch.empty(rows, c.hidden, dtype=self.dtype)
         tapped = torch.empty(rows, len(below), c.hidden, dtype=self.dtype)
-        scratch = self._scratch_for(model, rows, int(position.max()) + 1)
-        one_pass = _Pass(
-            rows, len(below), position.ctypes.data, table.ctypes.data, below.ctypes.data,
+        scratch = self.scratch_for(model, rows, deepest)
+        one_pass = Pass(
+            rows, len(below), base.ctypes.data,
+            None if spans.trees is None else mask.ctypes.data, table.ctypes.data, below.ctypes.data,
             residual.data_ptr(), normed.data_ptr(), tapped.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         self.kernels.parlay_forward(ctypes.byref(model), ctypes.byref(one_pass))
         if len(taps) > len(below):
             tapped = torch.cat((tapped, normed[:, None]), 1)
         return normed, tapped.flatten(1)
+
+    def struct(self, cache: NativeKV) -> _Model:
+        """Return the weights and `cache` as the kernels take them."""
+        c = self.config
+        return _Model(
+            c.hidden, c.heads, c.kv_heads, c.head_dim, c.ffn, c.layers, c.context, c.norm_eps,
+            ctypes.addressof(cache.layers), self._norm.data_ptr(),
+            self._cos.data_ptr(), self._sin.data_ptr(),
+        )  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, head rows] logits of normed states."""
@@ -197,7 +222,8 @@ class NativeLlama:
             )
         return list(packed)
 
-    def _scratch_for(self, model: _Model, rows: int, positions: int) -> Tensor:
+    def scratch_for(self, model: _Model, rows: int, positions: int) -> Tensor:
+        """Return memory for a pass over so many rows and positions; all passes share it."""
         need = self.kernels.parlay_scratch_bytes(
             ctypes.byref(model), ctypes.c_int64(rows), ctypes.c_int64(positions)
         )
