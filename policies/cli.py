@@ -22,6 +22,7 @@ from parlay.policies.policy import Entry, entry_of, every_policy
 GROUP = "parlay.commands"
 _HELP = {
     "demo": "Decode real prompts under the sidecar and compare with fixed settings.",
+    "engine": "Serve a model over HTTP as OpenAI's API does, speculating adaptively.",
     "evaluate": "Estimate from a decision log what other policies would have earned.",
     "explain": "Say why a request got its plan.",
     "generate": "Generate text for one prompt.",
@@ -47,6 +48,7 @@ _HELP = {
     "log.stats": "Sum a decision log up.",
     "policies.describe": "Say what a policy does, where it is from and what can be set.",
     "policies.list": "List the policies.",
+    "stats": "Watch an engine's steps and requests.",
     "top": "Watch a running sidecar in the terminal.",
     "train": "Train a policy in the simulator.",
     "simulate": "Run policies on scenarios, without a model and without a GPU.",

@@ -23,7 +23,12 @@ MAY_IMPORT = {
     "sim": {"sim", "engine", "policies"},
     "controller": {"controller", "policies"} | WIRE,
 }
-KNOW_THE_WIRE = {"engine/remote.py", "engine/stats.py", "engine/bench_rpc.py"}
+KNOW_THE_WIRE = {
+    "engine/bench_rpc.py",
+    "engine/remote.py",
+    "engine/stats.py",
+    "engine/stats_cli.py",
+}
 TORCH_FREE = [
     "parlay.engine." + name
     for name in (
@@ -31,9 +36,12 @@ TORCH_FREE = [
         "kv_cache",
         "planner",
         "plugins.adapter",
+        "prefix_cache",
         "request",
         "scheduler",
+        "stats_hub",
         "step",
+        "tree",
         "virtual",
     )
 ]

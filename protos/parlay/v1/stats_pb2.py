@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from parlay.v1 import policy_pb2 as parlay_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15parlay/v1/stats.proto\x12\tparlay.v1\x1a\x16parlay/v1/policy.proto\"E\n\x11WatchStatsRequest\x12\x1c\n\x0fmin_interval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_min_interval_ms\"\x9a\x01\n\x12WatchStatsResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12%\n\x06report\x18\x02 \x01(\x0b\x32\x15.parlay.v1.StepReport\x12\x1d\n\x04plan\x18\x03 \x01(\x0b\x32\x0f.parlay.v1.Plan\x12+\n\x08\x63ounters\x18\x04 \x01(\x0b\x32\x19.parlay.v1.EngineCounters\"\x84\x02\n\x0e\x45ngineCounters\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x14\n\x0cplans_remote\x18\x07 \x01(\x04\x12\x13\n\x0bplans_local\x18\x08 \x01(\x04\x12\x12\n\nlate_steps\x18\t \x01(\x04\x12\x17\n\x0f\x64ropped_reports\x18\n \x01(\x04\x12\x12\n\nreconnects\x18\x0b \x01(\x04\",\n\x16GetRequestStatsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x06\"\x90\x02\n\x17GetRequestStatsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x06\x12\x0c\n\x04task\x18\x02 \x01(\x07\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\x14\n\x07ttft_ms\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12+\n\tproposers\x18\t \x03(\x0b\x32\x18.parlay.v1.ProposerStats\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x8f\x01\n\rProposerStats\x12%\n\x08proposer\x18\x01 \x01(\x0e\x32\x13.parlay.v1.Proposer\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r2\xb5\x01\n\x0cStatsService\x12K\n\nWatchStats\x12\x1c.parlay.v1.WatchStatsRequest\x1a\x1d.parlay.v1.WatchStatsResponse0\x01\x12X\n\x0fGetRequestStats\x12!.parlay.v1.GetRequestStatsRequest\x1a\".parlay.v1.GetRequestStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15parlay/v1/stats.proto\x12\tparlay.v1\x1a\x16parlay/v1/policy.proto\"E\n\x11WatchStatsRequest\x12\x1c\n\x0fmin_interval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_min_interval_ms\"\xae\x01\n\x12WatchStatsResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12%\n\x06report\x18\x02 \x01(\x0b\x32\x15.parlay.v1.StepReport\x12\x1d\n\x04plan\x18\x03 \x01(\x0b\x32\x0f.parlay.v1.Plan\x12+\n\x08\x63ounters\x18\x04 \x01(\x0b\x32\x19.parlay.v1.EngineCounters\x12\x12\n\nlost_steps\x18\x05 \x01(\x04\"\x84\x02\n\x0e\x45ngineCounters\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0e\x65mitted_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x05 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x06 \x01(\x04\x12\x14\n\x0cplans_remote\x18\x07 \x01(\x04\x12\x13\n\x0bplans_local\x18\x08 \x01(\x04\x12\x12\n\nlate_steps\x18\t \x01(\x04\x12\x17\n\x0f\x64ropped_reports\x18\n \x01(\x04\x12\x12\n\nreconnects\x18\x0b \x01(\x04\",\n\x16GetRequestStatsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x06\"\x90\x02\n\x17GetRequestStatsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x06\x12\x0c\n\x04task\x18\x02 \x01(\x07\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\x14\n\x07ttft_ms\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12+\n\tproposers\x18\t \x03(\x0b\x32\x18.parlay.v1.ProposerStats\x12\x10\n\x08\x66inished\x18\n \x01(\x08\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x8f\x01\n\rProposerStats\x12%\n\x08proposer\x18\x01 \x01(\x0e\x32\x13.parlay.v1.Proposer\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r2\xb5\x01\n\x0cStatsService\x12K\n\nWatchStats\x12\x1c.parlay.v1.WatchStatsRequest\x1a\x1d.parlay.v1.WatchStatsResponse0\x01\x12X\n\x0fGetRequestStats\x12!.parlay.v1.GetRequestStatsRequest\x1a\".parlay.v1.GetRequestStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATSREQUEST']._serialized_start=60
   _globals['_WATCHSTATSREQUEST']._serialized_end=129
   _globals['_WATCHSTATSRESPONSE']._serialized_start=132
-  _globals['_WATCHSTATSRESPONSE']._serialized_end=286
-  _globals['_ENGINECOUNTERS']._serialized_start=289
-  _globals['_ENGINECOUNTERS']._serialized_end=549
-  _globals['_GETREQUESTSTATSREQUEST']._serialized_start=551
-  _globals['_GETREQUESTSTATSREQUEST']._serialized_end=595
-  _globals['_GETREQUESTSTATSRESPONSE']._serialized_start=598
-  _globals['_GETREQUESTSTATSRESPONSE']._serialized_end=870
-  _globals['_PROPOSERSTATS']._serialized_start=873
-  _globals['_PROPOSERSTATS']._serialized_end=1016
-  _globals['_STATSSERVICE']._serialized_start=1019
-  _globals['_STATSSERVICE']._serialized_end=1200
+  _globals['_WATCHSTATSRESPONSE']._serialized_end=306
+  _globals['_ENGINECOUNTERS']._serialized_start=309
+  _globals['_ENGINECOUNTERS']._serialized_end=569
+  _globals['_GETREQUESTSTATSREQUEST']._serialized_start=571
+  _globals['_GETREQUESTSTATSREQUEST']._serialized_end=615
+  _globals['_GETREQUESTSTATSRESPONSE']._serialized_start=618
+  _globals['_GETREQUESTSTATSRESPONSE']._serialized_end=890
+  _globals['_PROPOSERSTATS']._serialized_start=893
+  _globals['_PROPOSERSTATS']._serialized_end=1036
+  _globals['_STATSSERVICE']._serialized_start=1039
+  _globals['_STATSSERVICE']._serialized_end=1220
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ class WatchStatsRequest(google.protobuf.message.Message):
 
     MIN_INTERVAL_MS_FIELD_NUMBER: builtins.int
     min_interval_ms: builtins.int
-    """At least so many milliseconds between two responses; absent: every step."""
+    """At least so many milliseconds between two responses, 3600000 at most; absent or 0: every step."""
     def __init__(
         self,
         *,
@@ -43,19 +43,24 @@ class WatchStatsResponse(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    LOST_STEPS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """The replica."""
+    lost_steps: builtins.int
+    """Steps that this caller was to get and did not, since it came: they were the oldest when it, or the service, was
+    behind. What min_interval_ms leaves out is not among them.
+    """
     @property
     def report(self) -> parlay.v1.policy_pb2.StepReport:
-        """What the step before did, and the batch of this one."""
+        """The batch of the step, and what the step did: unlike in a stream to the controller, both are of the same one."""
 
     @property
     def plan(self) -> parlay.v1.policy_pb2.Plan:
-        """The plan that this step follows; absent: none was there."""
+        """The plan that the step followed; absent: none was there."""
 
     @property
     def counters(self) -> global___EngineCounters:
-        """Since the engine started."""
+        """Since the engine started, this step included."""
 
     def __init__(
         self,
@@ -64,9 +69,10 @@ class WatchStatsResponse(google.protobuf.message.Message):
         report: parlay.v1.policy_pb2.StepReport | None = ...,
         plan: parlay.v1.policy_pb2.Plan | None = ...,
         counters: global___EngineCounters | None = ...,
+        lost_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters", "plan", b"plan", "report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counters", b"counters", "engine_id", b"engine_id", "plan", b"plan", "report", b"report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counters", b"counters", "engine_id", b"engine_id", "lost_steps", b"lost_steps", "plan", b"plan", "report", b"report"]) -> None: ...
 
 global___WatchStatsResponse = WatchStatsResponse
 

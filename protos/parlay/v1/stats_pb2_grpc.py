@@ -52,7 +52,8 @@ class StatsServiceServicer(object):
     """
 
     def WatchStats(self, request, context):
-        """Sends a response a step (or a sample of them) until the caller leaves.
+        """Sends the newest step at once, where there is one, then a response a step (or a sample of them) until the caller
+        leaves. INVALID_ARGUMENT min_interval_ms out of range; RESOURCE_EXHAUSTED too many callers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
