@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, isnan
 
@@ -37,10 +37,20 @@ class SampleMode(Enum):
 
 
 @dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    """A token's log-probability in the model's own law, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True, frozen=True)
 class SamplingParams:
     """How to draw tokens; temperature 0 is greedy, a seed makes it coupled (reproducible).
 
-    top_k 0 and top_p 1 are off. Raises ValueError for a value out of range.
+    top_k 0 and top_p 1 are off; logprobs: how many of the likeliest tokens to tell of beside each
+    token's own logprob, None: neither. Raises ValueError for a value out of range.
     """
 
     temperature: float = 0.0
@@ -50,6 +60,7 @@ class SamplingParams:
     max_tokens: int = 128
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 10.0:
@@ -105,7 +116,8 @@ class Request:
 
     tokens: prompt then output. computed: target KV positions that hold committed tokens;
     draft_computed: the same of the draft model, whose cache begins at position draft_start.
-    recent_accept: discounted mean of emitted tokens a step.
+    cached_tokens: prompt tokens whose KV others had left when it first ran. recent_accept:
+    discounted mean of emitted tokens a step.
     """
 
     request_id: int
@@ -119,11 +131,13 @@ class Request:
     computed: int = 0
     draft_computed: int = 0
     draft_start: int = 0
+    cached_tokens: int = 0
     recent_accept: float = 1.0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:

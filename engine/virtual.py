@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
+from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Plan, Proposer
@@ -129,6 +130,10 @@ class VirtualBackend:
 
     def forget(self, request: Request) -> None:
         """Nothing is kept."""
+
+    def keeps(self, book: BlockCache) -> bool:
+        """Say yes: nothing is kept that others could overwrite."""
+        return True
 
     def lookup(self, requests: list[Request], depth: int) -> Lookup:
         """Return the n-gram's offers."""

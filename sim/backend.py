@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
+from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
 from parlay.policies.calibration import calibrated
 from parlay.policies.cost import behind
@@ -62,6 +63,10 @@ class SimBackend:
         """Give a finished request's row back; one that was only preempted keeps its luck."""
         if request.finished:
             self.luck.release(self.rows.pop(request.request_id))
+
+    def keeps(self, book: BlockCache) -> bool:
+        """Say yes: nothing is kept that others could overwrite."""
+        return True
 
     def row(self, request: Request) -> int:
         """Return the luck's row of a request, drawn when it is first seen."""

@@ -144,6 +144,8 @@ class _Run:
             context_tokens=1 << 20,
             # A draft that need not catch up is never more than the last token behind.
             draft_window_tokens=1 << 20 if s.catches_up else 1,
+            # Prompts are lengths without text.
+            prefix_cache=False,
         )
 
     def go(self, steps: int) -> None:

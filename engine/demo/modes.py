@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -58,6 +58,7 @@ def open_lanes(
     eos_ids: tuple[int, ...],
 ) -> list[Lane]:
     """Make each mode's engine; sidecars and threads end with `stack`. Raises ValueError."""
+    config = replace(config, prefix_cache=False)  # prompts come again, and shall cost what they did
     lanes = []
     for mode in modes:
         planner = _planner(stack, mode, backend.limits())

@@ -127,7 +127,7 @@ def test_a_prompt_that_does_not_fit_waits_instead_of_being_computed_again_and_ag
     engine = Engine(backend, LocalPlanner(RandomPolicy(1)), config)
     task = SpeculationParams(task="t")
     first = engine.add(list(range(100)), SamplingParams(max_tokens=150), task)
-    second = engine.add(list(range(200)), SamplingParams(max_tokens=20), task)
+    second = engine.add(list(range(200, 400)), SamplingParams(max_tokens=20), task)
     computed = 0
     while engine.has_work:
         outcome = engine.step()
