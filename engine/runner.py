@@ -92,18 +92,28 @@ class Runner:
             self._kept[self._slots(spans)] = tapped
         return hidden
 
-    def states_before(self, spans: Spans, known: Sequence[int]) -> Tensor:
-        """Return for each position the kept state of the one before, [tokens, taps * hidden].
+    def states_before(
+        self, spans: Spans, known: Sequence[int], layers: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return for each position the kept states of the one before, [tokens, layers * hidden].
 
         known: how many positions of each row have been computed; nothing is known beyond, nor
-        before the first: zeros.
+        before the first: zeros. layers: some of the taps, None: all.
         """
-        at = torch.from_numpy(spans.positions()) - 1
-        limit = torch.tensor(known).repeat_interleave(torch.tensor(spans.lengths))
-        there = ((at >= 0) & (at < limit)).to(self.model.device)
-        earlier = Spans(spans.tables, [s - 1 for s in spans.starts], spans.lengths)
-        found = self._kept[self._slots(earlier)]
-        return found.masked_fill_(~there[:, None], 0.0)
+        size, slots, missing = self.block_tokens, list[int](), list[int]()
+        rows = zip(spans.tables, spans.starts, spans.lengths, known, strict=True)
+        for table, start, length, end in rows:
+            for at in range(start - 1, start - 1 + length):
+                if not 0 <= at < end:
+                    missing.append(len(slots))
+                slots.append(table[at // size] * size + at % size)
+        found = self._kept[torch.tensor(slots, device=self.model.device)]
+        if missing:
+            found[missing] = 0.0
+        if layers is None or tuple(layers) == self.taps:
+            return found
+        parts = found.split(self.model.config.hidden, 1)
+        return torch.cat([parts[self.taps.index(layer)] for layer in layers], 1)
 
     def _slots(self, spans: Spans) -> Tensor:
         return torch.from_numpy(spans.slots(self.block_tokens)).to(self.model.device)

@@ -1,26 +1,35 @@
-"""Score the n-gram on what was committed although it did not draft: full information for nothing.
+"""Score proposers that did not draft on what was committed: full information for little or nothing.
 
-A guess is kept while it matches and until its end is reached, over as many steps as that takes;
-each request has one guess pending. What could not be seen yet is never reported (censoring).
+The n-gram is scored in every step, the draft model where the plan asks. A guess is kept while it
+matches and until its end is reached, over as many steps as that takes; each request has one pending
+of each proposer. What could not be seen yet is never reported (censoring). A token drawn for
+rejection sampling would say little: there the overlap sum min(p, q) of target's and draft's laws is
+scored, the chance that any token drawn from q is accepted (Leviathan et al., 2211.17192).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from parlay.engine.backend import Lookup
-from parlay.engine.request import Request
+from parlay.engine.request import Request, SampleMode
 from parlay.policies.types import Array, Proposer, ShadowKind, ShadowRows
 
 SHADOW_TOKENS = 8
 """Longest guess kept: deeper positions cost more steps of waiting than they teach."""
+SHADOW_PASSES = 3
+"""Longest guess asked of the draft model, where each token costs a pass."""
+_DRAFT, _NGRAM = Proposer.DRAFT_MODEL, Proposer.NGRAM
+
+_Row = tuple[int, int, int, float, int, int, int]
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A guess that began at output position `start` of a request's tokens."""
+    """A guess that began at position `start` of a request's tokens."""
 
     start: int
     tokens: list[int]
@@ -28,54 +37,91 @@ class _Pending:
 
 
 class ShadowScorer:
-    """Keeps one pending guess a request and reports it once it is decided."""
+    """Keeps one pending guess a request and proposer, and reports it once it is decided."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[tuple[int, Proposer], _Pending] = {}
 
-    def offer(self, requests: list[Request], lookup: Lookup, rows: Array) -> None:
-        """Take the guesses of `rows`, bool, made before the step, unless one is pending."""
-        for row in np.flatnonzero(rows & (lookup.match_tokens > 0)):
+    def asks(self, requests: Sequence[Request], max_k: Array, rows: Array) -> Array:
+        """Return i32 [rows]: how many tokens the draft model is to guess for `rows`, bool.
+
+        None where a guess is pending; one where overlaps are scored.
+        """
+        asked = np.zeros(len(requests), np.int32)
+        for row in np.flatnonzero(rows).tolist():
             request = requests[row]
-            if request.request_id not in self._pending:
-                guess = [int(t) for t in lookup.tokens[row, :SHADOW_TOKENS] if t >= 0]
-                match = int(lookup.match_tokens[row])
-                self._pending[request.request_id] = _Pending(len(request.tokens), guess, match)
+            if (request.request_id, _DRAFT) not in self._pending:
+                single = request.sampling.mode is SampleMode.REJECTION
+                asked[row] = min(1 if single else SHADOW_PASSES, int(max_k[row]))
+        return asked
 
-    def score(self, requests: list[Request]) -> ShadowRows:
-        """Compare with what was committed; return the guesses that are decided."""
-        rows: list[tuple[int, int, int, int, int]] = []
+    def offer(self, requests: Sequence[Request], lookup: Lookup, rows: Array) -> None:
+        """Take the n-gram's guesses for `rows`, bool, made before the step, unless one pends."""
+        for row in np.flatnonzero(rows & (lookup.match_tokens > 0)).tolist():
+            guess = [int(t) for t in lookup.tokens[row, :SHADOW_TOKENS] if t >= 0]
+            self._keep(requests[row], _NGRAM, guess, int(lookup.match_tokens[row]))
+
+    def watch(self, requests: Sequence[Request], guesses: Mapping[int, list[int]]) -> None:
+        """Take the draft model's guesses, by row, made before the step."""
+        for row, guess in guesses.items():
+            self._keep(requests[row], _DRAFT, guess, 0)
+
+    def score(
+        self, requests: Sequence[Request], overlaps: Mapping[int, float] | None = None
+    ) -> ShadowRows:
+        """Compare with what was committed; return the guesses that are decided.
+
+        overlaps: sum min(p, q) of the draft model's law for the step's first token, by row.
+        """
+        rows: list[_Row] = []
         for request in requests:
-            guess = self._pending.get(request.request_id)
-            if guess is None:
-                continue
-            offered = len(guess.tokens)
-            seen = request.tokens[guess.start : guess.start + offered]
-            matched = next(
-                (i for i, (a, b) in enumerate(zip(guess.tokens, seen, strict=False)) if a != b),
-                len(seen),
-            )
-            if matched == len(seen) < offered and not request.finished:
-                continue
-            del self._pending[request.request_id]
-            if seen:
-                observed = min(matched + 1, len(seen))
-                rows.append((request.request_id, offered, matched, observed, guess.match_tokens))
+            for proposer in (_NGRAM, _DRAFT):
+                rows += self._decided(request, proposer)
+        for row, overlap in (overlaps or {}).items():
+            kind = int(ShadowKind.OVERLAP)
+            rows.append((requests[row].request_id, int(_DRAFT), 1, overlap, 1, 0, kind))
         return _columns(rows)
 
     def forget(self, request_id: int) -> None:
-        """Drop a request's pending guess."""
-        self._pending.pop(request_id, None)
+        """Drop a request's pending guesses."""
+        for proposer in (_NGRAM, _DRAFT):
+            self._pending.pop((request_id, proposer), None)
+
+    def _keep(self, request: Request, proposer: Proposer, guess: list[int], match: int) -> None:
+        kept = _Pending(len(request.tokens), guess, match)
+        self._pending.setdefault((request.request_id, proposer), kept)
+
+    def _decided(self, request: Request, proposer: Proposer) -> list[_Row]:
+        """Return what became of a pending guess, nothing where more of it may still be seen."""
+        guess = self._pending.get((request.request_id, proposer))
+        if guess is None:
+            return []
+        offered = len(guess.tokens)
+        seen = request.tokens[guess.start : guess.start + offered]
+        matched = next(
+            (i for i, (a, b) in enumerate(zip(guess.tokens, seen, strict=False)) if a != b),
+            len(seen),
+        )
+        if matched == len(seen) < offered and not request.finished:
+            return []
+        del self._pending[(request.request_id, proposer)]
+        if not seen:
+            return []
+        observed, kind = min(matched + 1, len(seen)), int(ShadowKind.MATCH)
+        return [
+            (
+                request.request_id,
+                int(proposer),
+                offered,
+                matched,
+                observed,
+                guess.match_tokens,
+                kind,
+            )
+        ]
 
 
-def _columns(rows: list[tuple[int, int, int, int, int]]) -> ShadowRows:
-    request_id, offered, matched, observed, match = zip(*rows, strict=True) if rows else ((),) * 5
-    return ShadowRows(
-        request_id=np.asarray(request_id, np.uint64),
-        proposer=np.full(len(rows), Proposer.NGRAM, np.uint8),
-        offered_k=np.asarray(offered, np.int16),
-        matched=np.asarray(matched, np.float32),
-        observed=np.asarray(observed, np.int16),
-        match_tokens=np.asarray(match, np.int32),
-        kind=np.full(len(rows), ShadowKind.MATCH, np.uint8),
-    )
+def _columns(rows: list[_Row]) -> ShadowRows:
+    kinds = (np.uint64, np.uint8, np.int16, np.float32, np.int16, np.int32, np.uint8)
+    columns = zip(*rows, strict=True) if rows else ((),) * len(kinds)
+    return ShadowRows(*(np.asarray(c, k) for c, k in zip(columns, kinds, strict=True)))

@@ -25,10 +25,10 @@ CONFIG = EngineConfig(
 )
 
 
-def tiny_config(vocab: int, layers: int) -> ModelConfig:
+def tiny_config(vocab: int, layers: int, context: int = 128) -> ModelConfig:
     return ModelConfig(
         hidden=16, layers=layers, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=vocab,
-        rope_theta=10000.0, norm_eps=1e-5, context=128, tied=False, eos_ids=(),
+        rope_theta=10000.0, norm_eps=1e-5, context=context, tied=False, eos_ids=(),
     )  # fmt: skip
 
 
@@ -38,9 +38,10 @@ def tiny_llama(
     seed: int,
     dtype: torch.dtype = torch.float32,
     state_layers: tuple[int, ...] = (),
+    context: int = 128,
 ) -> Llama:
     rng = torch.Generator().manual_seed(seed)
-    config = dataclasses.replace(tiny_config(vocab, layers), state_layers=state_layers)
+    config = dataclasses.replace(tiny_config(vocab, layers, context), state_layers=state_layers)
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
         for name, shape in config.tensor_shapes().items()
@@ -56,13 +57,19 @@ def tiny_backend(
     seed: int = 0,
     config: EngineConfig = CONFIG,
     state_layers: tuple[int, ...] = (),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> TorchBackend:
-    """Target of two layers; a draft of one that does not know the target's last token."""
-    draft = tiny_llama(vocab, 1, 7, state_layers=state_layers)
+    """Target of two layers; a draft of one that does not know the target's last token.
+
+    dtypes: the target's and the draft's.
+    """
+    context = config.context_tokens
+    draft = tiny_llama(vocab, 1, 7, dtypes[1], state_layers, context)
     head = draft.head
     draft.head = lambda x: head(x)[:, : vocab - 1]
     ids = torch.arange(vocab - 1)
-    return TorchBackend(tiny_llama(vocab, 2, 3), DraftModel(draft, ids), config, seed=seed)
+    target = tiny_llama(vocab, 2, 3, dtypes[0], context=context)
+    return TorchBackend(target, DraftModel(draft, ids), config, seed=seed)
 
 
 class AnyPlan(Stateless):

@@ -1,21 +1,22 @@
 """Draft-model proposer: a small Llama with its own paged cache guesses k tokens, one pass a token.
 
-Its first pass reads whatever it has not read yet (one token when it drafted the step before, more
-after idleness); each further pass is over the rows that go that deep. A draft with state_layers
-reads each token beside the target's states of the token before. Its own guesses have none yet, so
-those that are accepted are read again.
+Its first pass reads what it has not read yet (a few tokens when it drafted the step before, more
+after idleness, of which a step reads only so many); each further pass is over the rows that go that
+deep. A draft with state_layers reads each token beside the target's states of the token before. Its
+own guesses have none yet, so those that are accepted are read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parlay.engine.backend import Batch
+from parlay.engine.proposers.onward import Onward, onward
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
@@ -24,12 +25,18 @@ from parlay.engine.verify import DraftLaw
 from parlay.policies.calibration import calibrated
 from parlay.policies.types import ENTROPY_SCALE, Array, Plan, Proposer, StopKind, StopRule
 
+STEADY_TOKENS = 17
+"""A row with at most so many unread tokens has not been idle: a step can leave as many."""
+
 
 @dataclass(slots=True)
 class DraftRun:
     """What the draft model guessed for its rows: count i32 [rows], tokens i64 and confidences f32
     [rows, K], passes, the law of sampled drafts, and read i32 [rows], how many guesses the cache
     holds for good.
+
+    caught_up: how many unread tokens were read of batch rows that still have some, and so drafted
+    nothing; their `read` is -1.
     """  # noqa: D205
 
     count: Array
@@ -38,77 +45,139 @@ class DraftRun:
     passes: int
     law: DraftLaw
     read: Array
+    caught_up: dict[int, int]
+
+    def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
+        """Return the guesses of batch rows rows[seen] to be matched, by row; nothing verifies them.
+
+        The first laws of those that rejection sampling would verify go to `law.watched` instead.
+        """
+        guesses: dict[int, list[int]] = {}
+        for i in np.flatnonzero(seen).tolist():
+            row, count = int(rows[i]), int(self.count[i])
+            place = self.law.row.pop(row, None)
+            if count and place is None:
+                guesses[row] = self.tokens[i, :count].tolist()
+            elif count and place is not None:
+                self.law.watched[row] = self.law.law[0][place]
+        return guesses
+
+    def only(self, rows: Array) -> DraftRun:
+        """Return the run of some rows, bool or indices; passes and laws are everybody's."""
+        return replace(
+            self,
+            count=self.count[rows],
+            tokens=self.tokens[rows],
+            confidences=self.confidences[rows],
+            read=self.read[rows],
+        )
 
 
 class DraftModelProposer:
     """A draft model on its own device in its own dtype, with the target's tokenizer.
 
     ids i64 [head rows]: the target's token id of each row of the trimmed head. target: keeps the
-    states of the layers that the draft reads.
+    states of the layers that the draft reads. catch_up_tokens: how many unread tokens of rows that
+    were idle it reads in one step, all rows together.
     """
 
-    def __init__(self, runner: Runner, ids: Tensor, engine_seed: int, target: Runner) -> None:
+    def __init__(
+        self, runner: Runner, ids: Tensor, engine_seed: int, target: Runner, catch_up_tokens: int
+    ) -> None:
         self.runner, self.ids, self.engine_seed, self.target = runner, ids, engine_seed, target
+        self.catch_up_tokens = catch_up_tokens
         self.reads_states = bool(runner.model.config.state_layers)
         self._host_ids = ids.cpu().numpy()
 
     def propose(self, batch: Batch, rows: Array, k: Array, plan: Plan | None) -> DraftRun:
-        """Draft up to k[row] tokens for each batch row of `rows`."""
+        """Draft up to k[row] tokens for each batch row of `rows`, all of which are at least 1."""
         deepest = np.argsort(-k[rows], kind="stable")
         order = rows[deepest]
         requests = [batch.requests[r] for r in order]
-        depth = int(k[order[0]])
-        guess = np.full((len(order), depth), -1, np.int64)
-        confidence = np.full((len(order), depth), np.nan, np.float32)
+        share, late = self._shares(requests)
+        depth, most = np.where(late, 0, k[order]), int(k[order[0]])
+        guess = np.full((len(order), most), -1, np.int64)
+        confidence = np.full((len(order), most), np.nan, np.float32)
         law = DraftLaw(
             {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids
         )
         stop = plan.stop_rule if plan else StopRule()
-        reach, alive = np.ones(len(order)), np.arange(len(order))
-        passes = 0
-        for place in range(depth):
-            alive = alive[k[order[alive]] > place]
-            if not len(alive):
-                break
-            logits = self._read(batch, [requests[i] for i in alive], guess[alive, :place])
+        reach, alive = np.ones(len(order)), np.flatnonzero(depth)
+        logits, passes = self._catch_up(batch, requests, share, alive), 1
+        while True:
+            place = passes - 1
             chosen, peak, own = self._choose(logits, requests, alive, place, law)
-            passes += 1
-            reach[alive] *= estimate(plan, peak)
             confidence[alive, place] = peak
-            go = keeps_drafting(stop, reach[alive], logits, place)
-            alive, chosen, own = alive[go], chosen[go], own[go]
+            if stop.kind is not StopKind.NONE:
+                reach[alive] *= estimate(plan, peak)
+                go = keeps_drafting(stop, reach[alive], logits, place)
+                alive, chosen, own = alive[go], chosen[go], own[go]
             guess[alive, place] = chosen
             if stop.kind is StopKind.PROBABILITY:
                 # The token that falls below the threshold is kept; drafting ends behind it.
                 alive = alive[own >= stop.threshold]
+            alive = alive[depth[alive] > passes]
+            if not len(alive):
+                break
+            if passes == 1:
+                ahead = self._ahead(batch, requests, most - 1)
+            logits = ahead.read(alive, guess[alive, place], place)
+            passes += 1
         back = np.argsort(deepest)
-        guess, confidence = guess[back], confidence[back]
+        guess, confidence, late = guess[back], confidence[back], late[back]
         count = (guess >= 0).sum(1).astype(np.int32)
         read = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
-        return DraftRun(count, guess, confidence, passes, law, read)
+        read[late] = -1
+        part = dict(zip(rows[late].tolist(), share[back][late].tolist(), strict=True))
+        return DraftRun(count, guess, confidence, passes, law, read, part)
 
-    def _read(self, batch: Batch, requests: Sequence[Request], guesses: Array) -> Tensor:
-        """Return logits [rows, head rows] after each request's tokens and guesses; one pass."""
-        place = guesses.shape[1]
-        if place:
-            starts = [len(r.tokens) + place - 1 - r.draft_start for r in requests]
-            fed: list[list[int]] = [[int(t)] for t in guesses[:, -1]]
-        else:
-            starts = [r.draft_computed - r.draft_start for r in requests]
-            fed = [r.tokens[r.draft_computed :] for r in requests]
-        lengths = [len(f) for f in fed]
-        tables = [batch.draft.tables[r.request_id] for r in requests]
-        states = self._states(batch, requests, lengths) if not place and self.reads_states else None
+    def _shares(self, requests: Sequence[Request]) -> tuple[Array, Array]:
+        """Return how many unread tokens of each request are read now, i64, and which are not all.
+
+        Of those that were idle the ones that are least behind come first.
+        """
+        counts = [len(r.tokens) - r.draft_computed for r in requests]
+        unread = np.asarray(counts)
+        if sum(n for n in counts if n > STEADY_TOKENS) <= self.catch_up_tokens:
+            return unread, np.zeros(len(requests), bool)
+        idle = np.flatnonzero(unread > STEADY_TOKENS)
+        share, order = unread.copy(), idle[np.argsort(unread[idle], kind="stable")]
+        before = np.cumsum(unread[order]) - unread[order]
+        share[order] = np.clip(self.catch_up_tokens - before, 0, unread[order])
+        return share, share < unread
+
+    def _catch_up(
+        self, batch: Batch, requests: Sequence[Request], share: Array, alive: Array
+    ) -> Tensor:
+        """Read share[i] unread tokens of each request; return logits after those of rows alive."""
+        fed = [r.tokens[r.draft_computed :][:n] for r, n in zip(requests, share, strict=True)]
+        live = [(r, f) for r, f in zip(requests, fed, strict=True) if f]
+        lengths = [len(f) for _, f in live]
+        starts = [r.draft_computed - r.draft_start for r, _ in live]
+        spans = Spans([batch.draft.tables[r.request_id] for r, _ in live], starts, lengths)
+        states = None
+        if self.reads_states:
+            states = self._states(batch, [r for r, _ in live], lengths)
+        hidden = self.runner.read([f for _, f in live], spans, states)
         model = self.runner.model
-        hidden = self.runner.read(fed, Spans(tables, starts, lengths), states)
-        last = torch.tensor(np.cumsum(lengths) - 1, device=model.device)
-        return model.logits(hidden if max(lengths) == 1 else hidden[last])
+        if len(alive) < len(hidden):
+            last = np.cumsum(share)[alive] - 1
+            hidden = hidden[torch.from_numpy(last).to(model.device)]
+        return model.logits(hidden)
+
+    def _ahead(self, batch: Batch, requests: Sequence[Request], passes: int) -> Onward:
+        """Return what reads guesses behind the requests' tokens."""
+        tables = [batch.draft.tables[r.request_id] for r in requests]
+        return onward(
+            self.runner, tables, [len(r.tokens) - r.draft_start for r in requests], passes
+        )
 
     def _states(self, batch: Batch, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
         """Return the target's states before each unread token, on the draft's device."""
         tables = [batch.target.tables[r.request_id] for r in requests]
         spans = Spans(tables, [r.draft_computed for r in requests], lengths)
-        states = self.target.states_before(spans, [r.computed for r in requests])
+        layers, known = self.runner.model.config.state_layers, [r.computed for r in requests]
+        states = self.target.states_before(spans, known, layers)
         model = self.runner.model
         return states.to(device=model.device, dtype=model.dtype)
 
@@ -117,20 +186,20 @@ class DraftModelProposer:
     ) -> tuple[Array, Array, Array]:
         """Return rows `alive`'s token ids, their laws' largest probability, and the token's own."""
         p = torch.softmax(logits.float(), -1)
-        peak, best = p.max(-1)
-        choice = best.cpu().numpy()
-        live = [requests[row] for row in alive]
-        drawn = [i for i, r in enumerate(live) if r.sampling.mode is not SampleMode.GREEDY]
-        if drawn:
-            q = probabilities(logits[drawn], [live[i].sampling for i in drawn])
-            keys = [self._key(live[i], place) for i in drawn]
-            choice[drawn] = race(q, keys, self.ids).cpu().numpy()
-            if law.row:
-                laws = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
-                laws[torch.from_numpy(alive[drawn]).to(q.device)] = q
-                law.law.append(laws)
+        choice, peak = likeliest(p)
+        live = [requests[row] for row in alive.tolist()]
+        drawn = [i for i, r in enumerate(live) if r.sampling.temperature > 0.0]
+        if not drawn:
+            return self._host_ids[choice], peak, peak
+        q = probabilities(logits[drawn], [live[i].sampling for i in drawn])
+        keys = [self._key(live[i], place) for i in drawn]
+        choice[drawn] = race(q, keys, self.ids).cpu().numpy()
+        if law.row:
+            laws = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
+            laws[torch.from_numpy(alive[drawn]).to(q.device)] = q
+            law.law.append(laws)
         own = p[torch.arange(len(live)), torch.from_numpy(choice).to(p.device)]
-        return self._host_ids[choice], peak.cpu().numpy(), own.cpu().numpy()
+        return self._host_ids[choice], peak, own.cpu().numpy()
 
     def _key(self, request: Request, place: int) -> int:
         """Return the key of a draft's draw: the target's own where the two are coupled.
@@ -142,6 +211,17 @@ class DraftModelProposer:
         if request.sampling.mode is SampleMode.COUPLED:
             return draw_key(key, start + place, Purpose.COUPLED)
         return draw_key(draw_key(key, start, Purpose.DRAFT), place, Purpose.DRAFT)
+
+
+def likeliest(p: Tensor) -> tuple[Array, Array]:
+    """Return the first of the largest entries of each row of p f32 [rows, n]: index and value."""
+    if p.device.type == "cpu":
+        # A sixth of the time of torch's max along a row.
+        law = p.numpy()
+        best = law.argmax(-1)
+        return best, law[np.arange(len(best)), best]
+    peak, index = p.max(-1)
+    return index.cpu().numpy(), peak.cpu().numpy()
 
 
 def _is_sampled(request: Request) -> bool:

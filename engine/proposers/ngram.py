@@ -44,10 +44,12 @@ class NgramProposer:
 
     corpus_tokens: how many tokens of finished outputs all requests may be guessed from; 0 is off.
     Sharing lets a request's speed tell what others were answered. Raises ValueError for 1 to 3.
+    texts: token ids of texts that they may be guessed from besides, kept for good.
     """
 
-    def __init__(self, corpus_tokens: int = 0) -> None:
-        self.corpus = SharedCorpus(corpus_tokens) if corpus_tokens else None
+    def __init__(self, corpus_tokens: int = 0, texts: Sequence[Sequence[int]] = ()) -> None:
+        shared = corpus_tokens or len(texts)
+        self.corpus = SharedCorpus(corpus_tokens, texts) if shared else None
         self._indexes: dict[Request, NgramIndex] = {}
 
     def lookup(self, requests: Sequence[Request], depth: int) -> Lookup:

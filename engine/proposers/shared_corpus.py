@@ -1,8 +1,11 @@
-"""Texts that every request may be guessed from, bounded in tokens: the oldest half goes first."""
+"""Texts that every request may be guessed from: some given, others bounded in tokens.
+
+Of those that come with time the oldest half goes first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from parlay.engine.proposers.ngram_index import Continuation, NgramIndex
 
@@ -20,25 +23,30 @@ _END = -1
 
 
 class SharedCorpus:
-    """Two automata of at most most_tokens / 2 tokens each; texts go to the newer one.
+    """Texts given at the start, which stay, and two automata of at most most_tokens / 2 tokens.
 
-    When it is full the older one is dropped, and an empty one begins. Raises ValueError for fewer
-    than 4 tokens.
+    Texts that are added go to the newer one. When it is full the older one is dropped, and an empty
+    one begins. most_tokens 0: nothing is added. Raises ValueError for 1 to 3.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        if most_tokens < 4:
+    def __init__(self, most_tokens: int, texts: Iterable[Sequence[int]] = ()) -> None:
+        if most_tokens in (1, 2, 3) or most_tokens < 0:
             raise ValueError(f"a shared corpus needs room for 4 tokens or more, not {most_tokens}")
         self._half = most_tokens // 2
-        self._newer, self._older = NgramIndex(), NgramIndex()
+        self._newer, self._older, self._given = (NgramIndex() for _ in range(3))
+        for text in texts:
+            self._given.extend(text)
+            self._given.extend([_END])
 
     @property
     def held_tokens(self) -> int:
         """Return how many tokens are held; each text takes one more than it has."""
-        return len(self._newer.tokens) + len(self._older.tokens)
+        return sum(len(part.tokens) for part in (self._newer, self._older, self._given))
 
     def add(self, text: Sequence[int]) -> None:
         """Take a text in, of one that is too long its end."""
+        if not self._half:
+            return
         kept = text[max(len(text) - self._half + 1, 0) :]
         if len(self._newer.tokens) + len(kept) + 1 > self._half:
             self._newer, self._older = NgramIndex(), self._newer
@@ -51,7 +59,7 @@ class SharedCorpus:
         Their match_tokens is what the match is worth: a third of its length, rounded up.
         """
         tail, found = text[-LONGEST_MATCH:], list[Continuation]()
-        for part in (self._newer, self._older):
+        for part in (self._newer, self._older, self._given):
             state, length = part.find(tail)
             if state:
                 found = merged(found, part.continuations_of(state, length, k, width), width)

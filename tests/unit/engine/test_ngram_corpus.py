@@ -12,12 +12,12 @@ from parlay.engine.proposers.shared_corpus import LONGEST_MATCH, SharedCorpus, m
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 
 
-@given(st.lists(TEXT, min_size=1, max_size=4), TEXT)
+@given(st.lists(TEXT, min_size=1, max_size=4), TEXT, st.booleans())
 def test_the_best_is_the_longest_suffix_that_any_text_goes_on_from(
-    texts: list[list[int]], tail: list[int]
+    texts: list[list[int]], tail: list[int], at_the_start: bool
 ) -> None:
-    corpus = SharedCorpus(1000)
-    for text in texts:
+    corpus = SharedCorpus(1000, texts if at_the_start else ())
+    for text in () if at_the_start else texts:
         corpus.add(text)
 
     def after(length: int) -> list[list[int]]:
@@ -89,3 +89,15 @@ def test_merging_keeps_one_of_each_first_token_the_best_first() -> None:
 def test_a_corpus_without_room_says_so(tokens: int) -> None:
     with pytest.raises(ValueError, match="room for 4"):
         SharedCorpus(tokens)
+
+
+def test_texts_that_were_given_stay_and_without_room_nothing_is_added() -> None:
+    corpus = SharedCorpus(8, [[7, 8, 9]])
+    for i in range(20):
+        corpus.add([i, i + 1, i])
+    assert corpus.continuations([7, 8], 4, 1)[0].tokens == [9]
+    assert corpus.held_tokens <= 8 + 4
+    only_given = SharedCorpus(0, [[7, 8, 9]])
+    only_given.add([1, 2, 1])
+    assert only_given.held_tokens == 4
+    assert not only_given.continuations([1], 4, 1)
