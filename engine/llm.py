@@ -43,8 +43,7 @@ def load_backend(
     sizes, weights = load_checkpoint(folder)
     if draft is None and model is None:
         draft = SHIPPED_DRAFT
-    # Drafts of `parlay distill draft` are trained on a window; what others lose is not known.
-    window = sizes.context if draft and Path(draft).is_dir() else DRAFT_WINDOW_TOKENS
+    window = draft_window_tokens(draft, sizes.context)
     config = config or EngineConfig(context_tokens=sizes.context, draft_window_tokens=window)
     if config.context_tokens > sizes.context:
         raise ValueError(
@@ -62,6 +61,12 @@ def load_backend(
             f" {config.context_tokens}: take another draft or set context_tokens"
         )
     return TorchBackend(target, drafter, config), load_tokenizer(folder)
+
+
+def draft_window_tokens(draft: str | Path | None, context_tokens: int) -> int:
+    """Return how much of a text a draft reads: `parlay distill draft` trains on a window."""
+    # What others would lose by one is not known.
+    return context_tokens if draft and Path(draft).is_dir() else DRAFT_WINDOW_TOKENS
 
 
 def _load_draft(

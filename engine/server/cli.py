@@ -1,0 +1,65 @@
+"""`parlay engine`: serve a model to OpenAI's clients until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parlay.engine.cli import key_values, one_line
+from parlay.policies.policy import make_policy
+
+
+def engine(
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face checkpoint's folder")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="a draft model's file or folder, or none")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="what decides on speculation [default: goodput]")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
+    ] = None,
+    sidecar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET",
+            help="let a `parlay serve` decide (unix:/path, host:port), and us where it is silent",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the port to listen on; 0: any")] = 8000,
+    max_running: Annotated[int, typer.Option(help="requests that run at once")] = 16,
+    context: Annotated[
+        int | None, typer.Option(help="tokens of prompt and output [default: the model's]")
+    ] = None,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API; SIGTERM drains and ends."""
+    logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
+    with one_line("engine"):
+        if sidecar is not None and (policy is not None or settings):
+            raise ValueError("--sidecar decides by its own policy: leave out --policy and --set")
+        chosen, values = policy or "goodput", key_values(settings or [])
+        make_policy(chosen, values)  # neither a wrong name nor a taken port waits for the model
+        from parlay.engine.server.bind import bind, url_of
+
+        with closing(bind(host, port)) as bound:
+            from parlay.engine.server.launch import Model, engine_name, open_service
+            from parlay.engine.server.serve import HttpServer
+
+            load = Model(model, draft, dtype, max_running, context)
+            known_as = engine_name(bound.getsockname()[1])
+            with open_service(load, chosen, values, sidecar, known_as) as service:
+
+                def ready() -> None:
+                    typer.echo(f"parlay engine: {service.model} on {url_of(bound)}")
+
+                asyncio.run(HttpServer(service, bound, ready).run_until_ended())
+                if service.worker.crashed:
+                    raise ValueError("the engine failed; the log says why")
