@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +32,12 @@ def engine(
             help="let a `parlay serve` decide (unix:/path, host:port), and us where it is silent",
         ),
     ] = None,
+    stats: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="where `parlay stats` may watch (unix:/path, host:port)"
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to listen on; 0: any")] = 8000,
@@ -49,13 +55,16 @@ def engine(
         make_policy(chosen, values)  # neither a wrong name nor a taken port waits for the model
         from parlay.engine.server.bind import bind, url_of
 
-        with closing(bind(host, port)) as bound:
-            from parlay.engine.server.launch import Model, engine_name, open_service
+        with closing(bind(host, port)) as bound, ExitStack() as stack:
+            from parlay.engine.server.launch import Model, engine_name, open_service, open_stats
             from parlay.engine.server.serve import HttpServer
 
             load = Model(model, draft, dtype, max_running, context)
             known_as = engine_name(bound.getsockname()[1])
+            watched = None if stats is None else stack.enter_context(open_stats(stats, known_as))
             with open_service(load, chosen, values, sidecar, known_as) as service:
+                if watched is not None:
+                    watched.attach(service.worker.engine)
 
                 def ready() -> None:
                     typer.echo(f"parlay engine: {service.model} on {url_of(bound)}")

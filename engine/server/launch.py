@@ -17,6 +17,7 @@ from parlay.engine.scheduler import EngineConfig
 from parlay.engine.server.app import Service
 from parlay.engine.server.meter import Meter
 from parlay.engine.server.worker import Worker
+from parlay.engine.stats_hub import StatsHub
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.weights import DEFAULT_MODEL, default_model_dir
@@ -64,6 +65,16 @@ def open_service(
         engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
         says = policy if sidecar is None else f"sidecar {sidecar}"
         yield make_service(engine, tokenizer, model.name, says, backend.target.config.vocab)
+
+
+@contextmanager
+def open_stats(target: str, engine_id: str) -> Iterator[StatsHub]:
+    """Serve what an engine is about to do at `target`; raises ValueError or OSError, one line."""
+    from parlay.engine.stats import serve_stats
+
+    hub = StatsHub(engine_id)
+    with closing(serve_stats(hub, target)):
+        yield hub
 
 
 def _config(model: Model, whole_tokens: int) -> EngineConfig:

@@ -45,6 +45,17 @@ def running(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
             process.wait()
 
 
+def test_its_steps_can_be_watched(folder: Path, tmp_path: Path) -> None:
+    watch = f"unix:{tmp_path}/stats.sock"
+    with running("--model", str(folder), "--draft", "none", "--stats", watch) as (url, _):
+        body = {"model": "tiny-model", "prompt": "x", "max_tokens": 9, "ignore_eos": True}
+        post(f"{url}/v1/completions", body)
+        ask = [sys.executable, "-m", "parlay.policies.cli", "stats", watch, "--request", "1"]
+        done = subprocess.run([*ask, "--json"], capture_output=True, text=True, timeout=WAIT_S)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["output_tokens"] == 9
+
+
 def test_a_folder_is_served_under_its_name_and_sigterm_drains(folder: Path) -> None:
     options = ["--draft", str(folder), "--policy", "fixed", "--set", "k=3", "--context", "100"]
     with running("--model", str(folder), *options) as (url, process):
