@@ -128,6 +128,7 @@ def usage(request: Request | None) -> dict[str, Any]:
         "prompt_tokens": request.prompt_tokens,
         "completion_tokens": request.output_tokens,
         "total_tokens": len(request.tokens),
+        "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
         "speculation": {
             "steps": steps,
             "drafted": request.drafted,

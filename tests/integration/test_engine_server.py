@@ -56,6 +56,14 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("gpt")
 
 
+def test_a_prompt_that_was_there_before_is_not_computed_again(client: openai.OpenAI) -> None:
+    prompt = list(range(1, 60))
+    first, second = (completion(client, prompt=prompt, max_tokens=2) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= 32
+    assert second.choices[0].text == first.choices[0].text
+
+
 def test_a_completion_and_its_usage(client: openai.OpenAI) -> None:
     done = completion(client, max_tokens=40)
     (choice,) = done.choices
