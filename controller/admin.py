@@ -1,7 +1,7 @@
 """AdminService over a Host: messages to calls, errors to statuses, every change to the audit trail.
 
-There is no authentication here: whoever reaches the listener may change policies. It is a unix
-socket that only its owner can open, or a port of this host alone (`service.serve`).
+Whoever is let through the listener's door (`access.py`) may change policies; a door that asks
+nothing is a unix socket that only its owner can open, or a port of this host alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from parlay.controller import admin_messages as m
+from parlay.controller.access import CALLER, Context
 from parlay.controller.audit import Audit
 from parlay.controller.candidate import Stage
 from parlay.controller.host import Host
@@ -37,7 +38,6 @@ STATUS = {
     OSError: grpc.StatusCode.UNAVAILABLE,
 }
 log = logging.getLogger("parlay.controller")
-Context = grpc.aio.ServicerContext[Any, Any]
 Done = TypeVar("Done")
 Drain = Callable[[float], int]
 """Refuse new streams, cut open ones after so many seconds; returns how many are open."""
@@ -281,9 +281,9 @@ async def _add_value(evidence: pb.TrialEvidence, kept: list[Beside]) -> None:
 
 
 def _who(context: Context) -> dict[str, str]:
-    """Return who calls: the peer as gRPC knows it, and what it says of itself."""
+    """Return who calls: the peer as gRPC knows it, what it proved, and what it says of itself."""
     said = dict(context.invocation_metadata() or ()).get(SAYS)
-    who = {"peer": context.peer() or "unknown"}
+    who = {"peer": context.peer() or "unknown", **CALLER.get()}
     return who | ({} if said is None else {"says": str(said)})
 
 

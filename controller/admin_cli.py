@@ -7,14 +7,14 @@ import getpass
 import json
 import math
 import socket
-from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
 
 from parlay.controller.admin import SAYS
-from parlay.controller.cli import parse_settings
+from parlay.controller.config import parse_settings
+from parlay.protos.credentials import from_environment
 from parlay.v1 import admin_pb2 as pb
 from parlay.v1 import admin_pb2_grpc
 
@@ -136,19 +136,19 @@ def admin_drain(
 
 def _ask(address: str, method: str, request: Any) -> Any:
     """Return the answer, or end with the one line that says why there is none."""
-    with _channel(address) as channel:
+    try:
+        credentials = from_environment("PARLAY_ADMIN")
+        said = ((SAYS, _user()), *credentials.metadata())
+        opened = credentials.channel(address)
+    except (OSError, ValueError) as error:
+        _fail(address, grpc.StatusCode.UNAUTHENTICATED, str(error))
+    with opened as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            return getattr(stub, method)(request, timeout=WAIT_S, metadata=((SAYS, _user()),))
+            return getattr(stub, method)(request, timeout=WAIT_S, metadata=said)
         except grpc.RpcError as error:
             failed: Any = error
             _fail(address, failed.code(), failed.details() or "")
-
-
-@contextlib.contextmanager
-def _channel(address: str) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(address) as channel:
-        yield channel
 
 
 def _fail(address: str, code: grpc.StatusCode, details: str) -> NoReturn:

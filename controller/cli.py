@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import os
 import signal
 import socket
-import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
 from parlay.controller.audit import Audit
+from parlay.controller.config import FIELDS, flag, load, variable
 from parlay.controller.host import Host
 from parlay.controller.learned_states import read_snapshot
+from parlay.controller.listener import claim, release
 from parlay.controller.log import StepLog
 from parlay.controller.observatory import Observatory
-from parlay.controller.service import check_private
+from parlay.controller.running import Running, doors, set_level
 from parlay.controller.service import serve as serve_host
 from parlay.controller.sharing import Sharing
 from parlay.controller.store import open_store
@@ -29,165 +31,88 @@ from parlay.policies.decision_log import LogSettings
 if TYPE_CHECKING:
     from parlay.controller.web import Page
 
-PROBE_S = 1.0
-MAX_PATH_BYTES = 107
-MAX_PORT = 65535
 
+def serve(config: Path | None, **flags: Any) -> None:
+    """Serve speculation plans to engines; SIGTERM drains and ends, SIGHUP reads --config anew.
 
-def serve(
-    listen: Annotated[
-        str, typer.Option(help="unix:/path or host:port (port 0: any)")
-    ] = "127.0.0.1:50051",
-    policy: Annotated[str, typer.Option(help="the policy that decides")] = "goodput",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="a setting of the policy, key=value")
-    ] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="write the decision log into this folder")
-    ] = None,
-    log_sample: Annotated[float, typer.Option(help="share of requests to log, 0 to 1")] = 1.0,
-    admin: Annotated[
-        str | None, typer.Option(help="where parlay admin is served: unix:/path or 127.0.0.1:port")
-    ] = None,
-    audit: Annotated[
-        Path | None, typer.Option(help="write who changed what into this file, JSON lines")
-    ] = None,
-    snapshots: Annotated[
-        Path | None, typer.Option(help="the folder for parlay admin snapshot")
-    ] = None,
-    warm_start: Annotated[
-        Path | None, typer.Option(help="let new engines start from this snapshot")
-    ] = None,
-    state: Annotated[
-        str,
-        typer.Option(
-            envvar="PARLAY_STATE",
-            help="where what is learned is kept and shared: memory, file:PATH, redis://, rediss://,"
-            " redis+sentinel:// or redis+cluster://",
-        ),
-    ] = "memory",
-    tenant: Annotated[str, typer.Option(help="replicas of one tenant learn together")] = "default",
-    model: Annotated[str, typer.Option(help="replicas of one model learn together")] = "default",
-    http: Annotated[
-        str | None, typer.Option(help="where the page, /metrics and /health are served: host:port")
-    ] = None,
-) -> None:
-    """Serve speculation plans to engines; SIGTERM drains and ends."""
+    Each flag can stand in the file of --config (TOML; tls_cert for --tls-cert) or in the
+    environment (PARLAY_TLS_CERT); a flag beats the environment, which beats the file.
+    """
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
     try:
-        warm = None if warm_start is None else read_snapshot(warm_start)
-        host = Host(policy, parse_settings(settings or []), warm=warm)
-        store = open_store(state)
-        if admin is not None:
-            check_private(admin)
-            claim(admin)
-        claim(listen)
-        page = None if http is None else _page(host, http)
-        with contextlib.ExitStack() as stack:
-            if log is not None:
-                kept = StepLog(log, policy, LogSettings(sample_rate=log_sample))
-                host.keep = stack.enter_context(kept).put
-                if page is not None:
-                    page[0].metrics.log = kept
-            sharing = Sharing(store, tenant, model)
-            stack.callback(sharing.close)
-            if page is not None and state.startswith("redis"):
-                page[0].metrics.redis_lag_s = lambda: sharing.lag_s
-            asyncio.run(_run(host, listen, sharing, page, admin, Audit(audit), snapshots))
+        told = load(flags, config)
+        set_level(told.log_level)
+        _serve(Running(told, lambda: load(flags, config), *doors(told)))
     except (OSError, ValueError) as error:
         _fail(str(error))
-    release(listen)
-    if admin is not None:
-        release(admin)
 
 
-def parse_settings(pairs: list[str]) -> dict[str, str]:
-    """Split key=value pairs; raises ValueError for anything else."""
-    for pair in pairs:
-        if not pair.partition("=")[0] or "=" not in pair:
-            raise ValueError(f"--set {pair}: write it as key=value")
-    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def claim(listen: str) -> None:
-    """Check an address and remove a socket that nobody listens on; raises OSError or ValueError."""
-    path = socket_path(listen)
-    if path is None:
-        _try_port(listen)
-    else:
-        _claim_path(path)
-
-
-def release(listen: str) -> None:
-    """Remove our socket."""
-    path = socket_path(listen)
-    if path is not None:
-        path.unlink(missing_ok=True)
-
-
-def socket_path(listen: str) -> Path | None:
-    """Return the path of a unix: address, None for any other."""
-    if not listen.startswith("unix:"):
-        return None
-    return Path(listen.removeprefix("unix://").removeprefix("unix:"))
-
-
-def _try_port(listen: str) -> None:
-    """Bind and let go: what gRPC says about a port that is taken is long and unclear."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > MAX_PORT:
-        raise ValueError(f"--listen {listen}: write it as unix:/path or host:port")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise OSError(f"cannot listen on {listen}: {error.strerror}") from None
-
-
-def _claim_path(path: Path) -> None:
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise OSError(
-            f"cannot listen on {path}: a socket's path has at most {MAX_PATH_BYTES} bytes"
+def _flags() -> inspect.Signature:
+    """Return the schema as flags: texts, which `load` understands, so that all sources agree."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    file = typer.Option(help="read what is not given here from this file", envvar="PARLAY_CONFIG")
+    found = [
+        inspect.Parameter("config", keyword, default=None, annotation=Annotated[Path | None, file])
+    ]
+    for key, field in FIELDS.items():
+        option = typer.Option(
+            flag(key),
+            help=f"{field.metadata['help']} [{variable(key)}]",
+            show_default=_shown(field.default),
         )
-    if not path.parent.is_dir():
-        raise OSError(f"cannot listen on {path}: its folder does not exist")
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise OSError(f"cannot listen on {path}: a file of that name is there and is no socket")
-    if _listens(path):
-        raise OSError(f"cannot listen on {path}: another process does")
-    path.unlink(missing_ok=True)
+        kind = list[str] if key == "set" else str
+        found.append(
+            inspect.Parameter(key, keyword, default=None, annotation=Annotated[kind | None, option])
+        )
+    return inspect.Signature(found)
 
 
-def _listens(path: Path) -> bool:
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
-        probe.settimeout(PROBE_S)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-        except TimeoutError:
-            return True
-        return True
+def _shown(default: Any) -> str | bool:
+    if isinstance(default, int) and not isinstance(default, bool):
+        return f"{default:04o}"
+    return str(default) if default and isinstance(default, str | float) else False
+
+
+cast(Any, serve).__signature__ = _flags()
+
+
+def _serve(running: Running) -> None:
+    told = running.config
+    warm = None if told.warm_start is None else read_snapshot(told.warm_start)
+    host = Host(told.policy, told.set, warm=warm)
+    store = open_store(told.state)
+    if told.admin:
+        claim(told.admin)
+        running.admin_door.check(told.admin, "admin")
+    claim(told.listen)
+    running.door.check(told.listen, "the sidecar")
+    page = _page(host, told.http) if told.http else None
+    with contextlib.ExitStack() as stack:
+        if told.log is not None:
+            kept = StepLog(told.log, told.policy, LogSettings(sample_rate=told.log_sample))
+            host.keep = stack.enter_context(kept).put
+            running.steps = kept
+            if page is not None:
+                page[0].metrics.log = kept
+        sharing = Sharing(store, told.tenant, told.model)
+        stack.callback(sharing.close)
+        if page is not None and told.state.startswith("redis"):
+            page[0].metrics.redis_lag_s = lambda: sharing.lag_s
+        asyncio.run(_run(host, running, sharing, page))
+    release(told.listen)
+    if told.admin:
+        release(told.admin)
 
 
 async def _run(
-    host: Host,
-    listen: str,
-    sharing: Sharing,
-    page: tuple[Page, socket.socket] | None,
-    admin: str | None,
-    audit: Audit,
-    snapshots: Path | None,
+    host: Host, running: Running, sharing: Sharing, page: tuple[Page, socket.socket] | None
 ) -> None:
+    told = running.config
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, running.reload)
 
     def ready(address: str) -> None:
         line = f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}\n"
@@ -203,7 +128,15 @@ async def _run(
                 url = await stack.enter_async_context(listening(*page))
                 os.write(sys.stdout.fileno(), f"parlay: page on {url}\n".encode())
             await serve_host(
-                host, listen, ready, stop, admin_target=admin, audit=audit, snapshots=snapshots
+                host,
+                told.listen,
+                ready,
+                stop,
+                admin_target=told.admin or None,
+                audit=Audit(told.audit),
+                snapshots=told.snapshots,
+                door=running.door,
+                admin_door=running.admin_door,
             )
     finally:
         shares.cancel()

@@ -7,6 +7,7 @@ written is lost, counted, and said once in the process's own log.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -88,6 +89,11 @@ class StepLog:
             self._steps.append(step)
             if len(self._steps) == 1:
                 self._ready.notify()
+
+    def sample(self, share: float) -> None:
+        """Keep this share of the requests from now on."""
+        # Replaced whole: the thread that writes reads it without a lock.
+        self._log.settings = dataclasses.replace(self._log.settings, sample_rate=share)
 
     def close(self) -> None:
         """Write what was taken, for a few seconds at most, and say what is missing in the log."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from parlay.controller.access import Access, Denied, Door, Unauthenticated
 from parlay.controller.admin import AdminServicer
 from parlay.controller.audit import Audit
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
@@ -40,6 +40,8 @@ class Draining(ValueError):
 
 
 STATUS = {
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Denied: grpc.StatusCode.PERMISSION_DENIED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     UnknownVersion: grpc.StatusCode.FAILED_PRECONDITION,
     UnknownEngine: grpc.StatusCode.NOT_FOUND,
@@ -165,19 +167,23 @@ async def serve(
     admin_target: str | None = None,
     audit: Audit | None = None,
     snapshots: Path | None = None,
+    door: Door | None = None,
+    admin_door: Door | None = None,
 ) -> None:
     """Serve at `target` (unix:/path or host:port) until `stop`, then drain for at most `grace_s`.
 
-    admin_target: where AdminService listens, None nowhere; audit, snapshots: see `AdminServicer`.
-    Calls `ready` with the address that is served. Raises OSError where one cannot be bound,
-    ValueError where admin_target can be reached from other hosts.
+    admin_target: where AdminService listens, None nowhere; audit, snapshots: see `AdminServicer`;
+    door, admin_door: how each is guarded. Calls `ready` with the address that is served. Raises
+    OSError where one cannot be bound, ValueError where other hosts reach one that asks nothing.
     """
-    server = grpc.aio.server(options=OPTIONS)
+    door = door or Door()
+    door.check(target, "the sidecar")
+    server = _server(door, OPTIONS)
     servicer = Servicer(host)
     checker = health.aio.HealthServicer()
     server.add_generic_rpc_handlers((servicer.handler(),))
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    port = _bind(server, target)
+    port = _bind(server, target, door)
     tasks: set[asyncio.Task[None]] = set()
 
     def drain(after_s: float) -> int:
@@ -187,7 +193,9 @@ async def serve(
     people = None
     if admin_target is not None:
         people = _admin_server(
-            AdminServicer(host, audit or Audit(), drain, snapshots), admin_target
+            AdminServicer(host, audit or Audit(), drain, snapshots),
+            admin_target,
+            admin_door or Door(),
         )
         await people.start()
     await server.start()
@@ -204,37 +212,33 @@ async def serve(
             await people.stop(grace_s)
 
 
-def _bind(server: grpc.aio.Server, target: str) -> int:
-    """Bind a server; return its port. Raises OSError."""
+def _server(door: Door, options: Sequence[tuple[str, Any]]) -> grpc.aio.Server:
+    """Return a server behind a door; one that asks nothing costs nothing."""
+    guards = [Access(door)] if door.asks else []
+    return grpc.aio.server(interceptors=guards, options=options)
+
+
+def _bind(server: grpc.aio.Server, target: str, door: Door) -> int:
+    """Bind a server, a Unix socket with its door's mode; return its port. Raises OSError."""
     try:
-        return server.add_insecure_port(target)
+        if not target.startswith("unix:"):
+            if door.tls is not None:
+                return server.add_secure_port(target, door.tls.credentials())
+            return server.add_insecure_port(target)
+        port = server.add_insecure_port(target)
     except RuntimeError as error:
         raise OSError(
             f"cannot listen on {target}: in use, or not an address of this host"
         ) from error
+    # Bound, but not listening before `start`: nobody can have connected.
+    Path(target.removeprefix("unix://").removeprefix("unix:")).chmod(door.mode)
+    return port
 
 
-def _admin_server(servicer: AdminServicer, target: str) -> grpc.aio.Server:
-    """Return a server of AdminService, bound where only this host, or this user, can reach it."""
-    check_private(target)
-    server = grpc.aio.server(options=ADMIN_OPTIONS)
+def _admin_server(servicer: AdminServicer, target: str, door: Door) -> grpc.aio.Server:
+    """Return a server of AdminService, bound where only this host, or who is let in, calls it."""
+    door.check(target, "admin")
+    server = _server(door, ADMIN_OPTIONS)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    _bind(server, target)
-    if target.startswith("unix:"):
-        # Bound, but not listening before `start`: nobody can have connected.
-        Path(target.removeprefix("unix://").removeprefix("unix:")).chmod(0o600)
+    _bind(server, target, door)
     return server
-
-
-def check_private(target: str) -> None:
-    """Raise ValueError where other hosts could reach an address: admin asks for no password."""
-    if target.startswith("unix:"):
-        return
-    name = target.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        if name == "localhost" or ipaddress.ip_address(name).is_loopback:
-            return
-    raise ValueError(
-        f"admin cannot listen on {target}: it asks for no password, so give it unix:/path or a port"
-        " of 127.0.0.1"
-    )

@@ -28,6 +28,7 @@ from parlay.engine.remote_stats import RemoteStats
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
 from parlay.protos import codec
+from parlay.protos.credentials import Credentials, from_environment
 
 __all__ = ["EngineInfo", "RemotePlanner", "RemoteStats"]
 
@@ -76,7 +77,7 @@ class _Report:
 class _Call:
     """One stream; asked_s: when it was first asked something since its last answer, if it was."""
 
-    channel: grpc.Channel
+    channel: grpc.Channel | None = None
     stream: Any = None
     open: bool = True
     welcomed: bool = False
@@ -99,13 +100,21 @@ class RemotePlanner:
     A plan is computed from the view of one step and used from the next one on. Views and outcomes
     are encoded later, on another thread: whoever passes them does not write to their arrays again.
     synchronous waits for the plan of this very step (for tests: decides as a local policy would).
-    Raises ValueError where `target` can be no address.
+    credentials: None takes those of PARLAY_SIDECAR_*. Raises ValueError where `target` can be no
+    address, or must not be sent a token.
     """
 
     def __init__(
-        self, target: str, info: EngineInfo, fallback: Planner, synchronous: bool = False
+        self,
+        target: str,
+        info: EngineInfo,
+        fallback: Planner,
+        synchronous: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         check_address(target)
+        self._credentials = credentials or from_environment("PARLAY_SIDECAR")
+        self._credentials.check(target)
         self.stats = RemoteStats()
         self._target, self._info, self._fallback = target, info, fallback
         self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
@@ -204,7 +213,7 @@ class RemotePlanner:
         """Keep a stream open until closed; runs in a thread of its own."""
         backoff_s = BACKOFF_S[0]
         while not self._closing.is_set():
-            call = self._call = _Call(grpc.insecure_channel(self._target, options=OPTIONS))
+            call = self._call = _Call()
             error = self._talk(call)
             self._hang_up(call)
             if self._closing.is_set():
@@ -220,7 +229,12 @@ class RemotePlanner:
         """Open one stream and read it to its end; return why it ended."""
         requests: Any = self._write(call)
         try:
-            call.stream = call.channel.stream_stream(codec.STEER)(requests)
+            said = self._credentials.metadata()
+            call.channel = self._credentials.channel(self._target, OPTIONS)
+        except (OSError, ValueError) as error:
+            return f"credentials: {error}"
+        try:
+            call.stream = call.channel.stream_stream(codec.STEER)(requests, metadata=said)
             for data in call.stream:
                 call.asked_s = None
                 self._read(call, codec.decode_response(data))
@@ -299,7 +313,8 @@ class RemotePlanner:
         if call.stream is not None:
             call.stream.cancel()
             call.written.wait(SILENCE_S)
-        call.channel.close()
+        if call.channel is not None:
+            call.channel.close()
 
     def _watch(self) -> None:
         """End calls that have gone silent; runs in a thread of its own."""

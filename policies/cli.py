@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from parlay.policies.policy import Entry, entry_of, every_policy
 
 GROUP = "parlay.commands"
 _HELP = {
+    "doctor": "Check an installation end to end and say what is wrong.",
     "demo": "Decode real prompts under the sidecar and compare with fixed settings.",
     "engine": "Serve a model over HTTP as OpenAI's API does, speculating adaptively.",
     "evaluate": "Estimate from a decision log what other policies would have earned.",
@@ -162,6 +164,23 @@ def policies_describe(name: Annotated[str, typer.Argument(help="A name from the 
     typer.echo(f"\nsettings: {inspect.getdoc(entry.settings)}")
     for field in settings:
         typer.echo(f"  {field.name} = {_shown(field.default)}")
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The file of parlay serve --config.")] = None,
+    sidecar: Annotated[str | None, typer.Option(help="Its address, if not the file's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint's folder.")] = None,
+) -> None:
+    """Check an installation end to end; exit status 1 where something is wrong."""
+    from parlay.policies.doctor import Asked, Verdict, examine
+
+    failed = 0
+    for found in examine(Asked(config, sidecar, model)):
+        failed += found.verdict is Verdict.FAIL
+        mend = f"\n     {'':12} -> {found.mend}" if found.mend else ""
+        typer.echo(f"{found.verdict:4} {found.what:12} {found.text}{mend}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _about(entry: Entry) -> list[str]:

@@ -21,11 +21,12 @@ from tests.unit.controller.trials import DRAFTS, Watched, raises, registered
 from typer.testing import CliRunner
 
 from parlay.controller import admin_cli
+from parlay.controller.access import Door
 from parlay.controller.admin import SAYS
 from parlay.controller.audit import Audit
 from parlay.controller.host import Host
 from parlay.controller.learned_states import read_snapshot
-from parlay.controller.service import check_private, serve
+from parlay.controller.service import serve
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
 from parlay.policies.policy import make_policy
@@ -337,12 +338,12 @@ def test_the_admin_socket_is_its_owners_alone(controller: Controller) -> None:
 @pytest.mark.parametrize("target", ["0.0.0.0:1", "10.1.2.3:50052", "[::]:1", "example.org:1"])
 def test_admin_listens_where_no_other_host_can_reach_it(target: str) -> None:
     with pytest.raises(ValueError, match="it asks for no password"):
-        check_private(target)
+        Door().check(target, "admin")
 
 
 def test_addresses_of_this_host_are_private() -> None:
     for target in ("unix:/a", "127.0.0.1:0", "localhost:5", "[::1]:5"):
-        check_private(target)
+        Door().check(target, "admin")
 
 
 def test_a_trail_that_cannot_be_written_fails_no_call(controller: Controller) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from parlay.controller import host as host_module
-from parlay.controller.cli import claim, parse_settings, socket_path
+from parlay.controller.config import parse_settings
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
+from parlay.controller.listener import claim, socket_path
 from parlay.policies.policy import EngineLimits
 from parlay.policies.synthetic import LIMITS, History
 from parlay.protos.codec import Hello, StepReport
