@@ -48,15 +48,16 @@ QUICK = Plan(
     check_s=70.0,
     deadline_s=590.0,
 )
+# More requests than places: as many as places would only show how a batch runs empty.
 FULL = Plan(
     "full",
-    {1: 2, 4: 8, 16: 16},
+    {1: 2, 4: 8, 16: 24},
     {1: 6, 4: 12, 16: 24},
     (
         *((4, t) for t in (128, 112, 96)),
-        *((2, t) for t in (128, 112, 96, 80, 64, 56, 48, 40, 32, 24, 16)),
+        *((2, t) for t in (160, 128, 112, 96, 80, 64, 56, 48, 40, 32, 24, 16)),
     ),
-    rounds_s=1560.0,
+    rounds_s=1800.0,
     check_s=240.0,
     deadline_s=2640.0,
 )
