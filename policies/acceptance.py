@@ -11,6 +11,7 @@ average request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -31,11 +32,13 @@ from parlay.policies.types import (
 BUCKETS = len(MATCH_EDGES) + 1
 CHANNELS = BUCKETS + PROPOSERS - 2
 """N-gram match buckets, then the draft model, then Medusa."""
+_PROPOSER_OF = np.array([NGRAM] * BUCKETS + list(range(DRAFT_MODEL, PROPOSERS)))
 
 # Optimistic: a proposer that is never tried teaches nothing. Worth many observations, because the
 # first positions after a prompt accept little and sixteen requests may start in one step.
 PRIOR_HAZARD = np.array([0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2, 0.15, 0.35, 0.4])
 PRIOR_ROWS = 24.0
+_PRIOR = PRIOR_ROWS * PRIOR_HAZARD[:, None]
 NEIGHBOUR_ROWS = 12.0
 NEIGHBOUR_REACH = 0.5
 HALF_LIFE_ROWS = 600.0
@@ -52,6 +55,8 @@ _HOPE = 1.5
 FIRST_TOKENS = 2
 FIRST_WEIGHT = 0.25
 _TASKS = 32
+_ROW_DECAY = 0.5 ** (1.0 / HALF_LIFE_ROWS)
+_TASK_ROW_DECAY = 0.5 ** (1.0 / TASK_HALF_LIFE_ROWS)
 _FORGET_STEPS = 512
 HAZARD_FLOOR = 0.005
 
@@ -187,13 +192,55 @@ class Acceptance:
 
     def _count(self, drafts: Drafts) -> None:
         """Add drafts to every table."""
+        if len(drafts.row) == 1:
+            self._count_one(drafts)
+        else:
+            self._count_all(drafts)
+        self._refit()
+
+    def _count_one(self, drafts: Drafts) -> None:
+        """Do what `_count_all` does for a single draft, whose arrays would be mostly overhead."""
+        row, proposer = int(drafts.row[0]), int(drafts.proposer[0])
+        accepted, seen = int(drafts.accepted[0]), int(drafts.seen[0])
+        channel = int(channel_of(drafts.proposer, drafts.match_tokens)[0])
+        reached = min(accepted + 1, seen, self.k_max)
+        weight = FIRST_WEIGHT if self._output[row] < FIRST_TOKENS else 1.0
+        task = int(self._request_task[row])
+        rejections, hazards = (self._task + self._task_others)[:, task, proposer].tolist()
+        task_frailty = (TASK_STRENGTH + rejections) / (TASK_STRENGTH + hazards)
+        rejected, expected = self._request[:, row, proposer].tolist()
+        prior, known = REQUEST_STRENGTH * task_frailty + rejected, REQUEST_STRENGTH + expected
+        before = expected_of_task = 0.0
+        exposure: list[float] = []
+        for hazard in self.hazard[channel, :reached].tolist():
+            frailty = prior / (known + before)
+            exposure.append(frailty * weight)
+            expected_of_task += hazard * math.sqrt(frailty / task_frailty)
+            before += hazard
+        self.rows[proposer] += 1
+        aged = slice(BUCKETS) if proposer == NGRAM else slice(channel, channel + 1)
+        self.rejected[aged] *= _ROW_DECAY
+        self.exposed[aged] *= _ROW_DECAY
+        self._task_rows[task, proposer] += 1
+        self._task[:, task, proposer] *= _TASK_ROW_DECAY
+        fails = accepted < min(seen, self.k_max)
+        failed = float(drafts.share[0]) * weight if fails else 0.0
+        if fails:
+            self._total[0, channel, accepted] += failed
+            self.rejected[channel, accepted] += failed
+        self._total[1, channel, :reached] += exposure
+        self.exposed[channel, :reached] += exposure
+        self._request[:, row, proposer] += (failed, before * weight)
+        self._task[:, task, proposer] += (failed, expected_of_task * weight)
+
+    def _count_all(self, drafts: Drafts) -> None:
         row, proposer, accepted = drafts.row, drafts.proposer, drafts.accepted
         channel = channel_of(proposer, drafts.match_tokens)
         place = np.arange(self.k_max)
         at_risk = place < np.minimum(accepted + 1, drafts.seen)[:, None]
         failed = drafts.share * ((accepted < drafts.seen) & (accepted < self.k_max))
         hazard = np.where(at_risk, self.hazard[channel], 0.0)
-        before = np.cumsum(hazard, axis=1) - hazard
+        before = hazard.cumsum(axis=1) - hazard
         task = self._request_task[row]
         task_frailty = self._task_frailty()[task, proposer]
         rejected, expected = self._request[:, row, proposer]
@@ -201,10 +248,10 @@ class Acceptance:
         frailty = prior / (REQUEST_STRENGTH + expected[:, None] + before)
         weight = np.where(self._output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
         self._age(row, proposer, task)
-        exposure = np.where(at_risk, frailty, 0.0) * weight[:, None]
+        exposure = at_risk * (frailty * weight[:, None])
         failed *= weight
         rejection = (place == accepted[:, None]) * failed[:, None]
-        counts = np.zeros_like(self._total)
+        counts = np.zeros(self._total.shape)
         np.add.at(counts[0], channel, rejection)
         np.add.at(counts[1], channel, exposure)
         self._total += counts
@@ -216,18 +263,17 @@ class Acceptance:
         # Half of what a request is thought to differ from its task by is chance. Were all of it
         # believed, drafting where all goes well would make the task look worse than it is.
         relative = np.sqrt(frailty / task_frailty[:, None])
-        expected = np.where(at_risk, hazard * relative, 0.0).sum(axis=1)
+        expected = (hazard * relative).sum(axis=1)
         np.add.at(self._task[1], (task, proposer), expected * weight)
-        self._refit()
 
     def _age(self, row: Array, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
         rows = np.bincount(proposer, minlength=PROPOSERS)
         self.rows += rows
         decay = 0.5 ** (rows / HALF_LIFE_ROWS)
-        by_channel = np.concatenate([np.full(BUCKETS, decay[NGRAM]), decay[2:]])
-        self.rejected *= by_channel[:, None]
-        self.exposed *= by_channel[:, None]
+        by_channel = decay[_PROPOSER_OF][:, None]
+        self.rejected *= by_channel
+        self.exposed *= by_channel
         counts = np.bincount(task * PROPOSERS + proposer, minlength=_TASKS * PROPOSERS)
         task_rows = counts.reshape(_TASKS, PROPOSERS)
         self._task_rows += task_rows
@@ -235,9 +281,8 @@ class Acceptance:
 
     def _refit(self) -> None:
         """Shrink each position to the shallower ones near it, and those to the prior."""
-        prior = PRIOR_ROWS * PRIOR_HAZARD[:, None]
         rejected, exposed = self.rejected + self.others[0], self.exposed + self.others[1]
-        near = (prior + rejected @ self._neighbours) / (PRIOR_ROWS + exposed @ self._neighbours)
+        near = (_PRIOR + rejected @ self._neighbours) / (PRIOR_ROWS + exposed @ self._neighbours)
         hazard = (NEIGHBOUR_ROWS * near + rejected) / (NEIGHBOUR_ROWS + exposed)
         self.hazard = np.minimum(np.maximum(hazard, HAZARD_FLOOR), HAZARD_CEILING)
         self._hazard = self.hazard.astype(np.float32)

@@ -55,7 +55,7 @@ def fit_plan(
     if survival is not None and np.isfinite(plan.token_value_ms):
         _decide_again(plan, view, index, fit, survival)
     _clip(view, fit)
-    chosen = None if survival is None else _of_chosen(survival, fit)
+    chosen = fit.survival = None if survival is None else _of_chosen(survival, fit)
     if chosen is not None and len(view.bucket_edges):
         _fill_bucket(plan, view, fit, chosen)
     if plan.budget_tokens != NO_BUDGET and fit.k.sum() > plan.budget_tokens:
@@ -236,12 +236,12 @@ def _verify(
     step = np.divide(planned, before, out=np.ones_like(planned), where=before > planned)
     seen = np.full((len(drafted), depth), np.nan)
     seen[:, : confidences.shape[1]] = confidences[:, :depth]
-    seen = _calibrated(plan, fit.proposer, seen)
+    seen = chances(plan, fit.proposer, seen)
     step = np.where(np.isnan(seen), step, seen)
     return keep_top(np.cumprod(step, axis=1), drafted, plan.budget_tokens)
 
 
-def _calibrated(plan: Plan, proposer: Array, confidence: Array) -> Array:
+def chances(plan: Plan, proposer: Array, confidence: Array) -> Array:
     """Return confidences [rows, K] as acceptance probabilities in [0, 1]; nan stays nan."""
     if plan.calibration is None:
         return np.clip(confidence, 0.0, 1.0)

@@ -21,7 +21,7 @@ _PRIOR_PRECISION = np.array([20.0, 10.0])
 
 def log_odds(confidence: Array) -> Array:
     """Return the log-odds of probabilities, kept away from 0 and 1."""
-    inside = np.clip(confidence, _EDGE, 1.0 - _EDGE)
+    inside = np.minimum(np.maximum(confidence, _EDGE), 1.0 - _EDGE)
     odds: Array = np.log(inside / (1.0 - inside))
     return odds
 
@@ -52,7 +52,7 @@ class Calibration:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from each place of the draft model that was reached, by whether its token held."""
-        rows = np.flatnonzero((outcome.proposer == DRAFT_MODEL) & (outcome.verified_k > 0))
+        rows = ((outcome.proposer == DRAFT_MODEL) & (outcome.verified_k > 0)).nonzero()[0]
         if not len(rows):
             return
         confidence = outcome.confidences[rows]

@@ -9,6 +9,7 @@ so that a knee is seen where there is one; the result is made to rise with the t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 import numpy as np
@@ -32,6 +33,7 @@ _EDGES = np.array(
     [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512]
 )
 _LOG_EDGES = np.log(_EDGES)
+_EDGE_OF, _LOG_EDGE_OF = _EDGES.tolist(), _LOG_EDGES.tolist()
 _RATIO_PRIOR = 12.0
 _RATIO_DISCOUNT = 0.98
 _SURPRISE_PRIOR = 16.0
@@ -96,14 +98,14 @@ class Line:
     def _fit(self) -> None:
         n = min(self.count, _WINDOW)
         x, usual = self._x[:n], self._x[:n] @ self.shape
-        scale = float(np.median(self._y[:n] / usual))
+        scale = _median(self._y[:n] / usual)
         y, ridge = self._y[:n] / scale, np.diag(1.0 / self.sd**2)
         # From the shape each time: started from the last fit, a bad one would excuse itself.
         weights, self.scale = self.shape, scale
         for _ in range(3):
             expected = np.maximum(x @ weights, _LEAST_SHARE * usual)
             miss = np.abs(y / expected - 1.0)
-            self.spread = max(1.5 * float(np.median(miss)), _SPREAD_LEAST)
+            self.spread = max(1.5 * _median(miss), _SPREAD_LEAST)
             trust = np.minimum(1.0, 2.0 * self.spread / np.maximum(miss, 1e-9))
             weighted = x * (trust / (_NOISE * expected) ** 2)[:, None]
             solved = np.linalg.solve(weighted.T @ x + ridge, weighted.T @ y + ridge @ self.shape)
@@ -144,42 +146,41 @@ class StepTime:
 
     def observe(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
         """Learn from a step, in which the draft model caught up `catch_up_tokens` of KV."""
-        self._compare(outcome, catch_up_tokens)
-        tokens = float(outcome.padded_tokens)
+        tokens, pads = float(outcome.padded_tokens), _padding(outcome)
+        drafted = float(outcome.drafted_k[outcome.proposer == DRAFT_MODEL].sum())
+        passes = (float(outcome.draft_depth), drafted, catch_up_tokens)
+        self._compare(outcome, pads, passes)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
-            kv, pads = outcome.kv_tokens / KV_UNIT, _padding(outcome) / TOKENS_UNIT
-            x = np.array([1.0, tokens / TOKENS_UNIT, kv, pads])
+            kv = outcome.kv_tokens / KV_UNIT
+            x = np.array([1.0, tokens / TOKENS_UNIT, kv, pads / TOKENS_UNIT])
             believed = self.verify.add(x, outcome.verify_ms)
             if math.isfinite(believed):
                 self._add_ratio(tokens, believed / max(float(x @ self.verify.weights()), 1e-9))
             rest = outcome.step_ms - outcome.verify_ms - float(outcome.draft_ms.sum())
             self.overhead.add(x[:2], max(rest, 1e-3 * outcome.verify_ms))
-        drafted = float(outcome.drafted_k[outcome.proposer == DRAFT_MODEL].sum())
         if outcome.draft_depth > 0 and drafted > 0:
-            x = np.array([outcome.draft_depth, drafted, catch_up_tokens])
-            self.draft.add(x, float(outcome.draft_ms[DRAFT_MODEL]))
+            self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))
         looked_up = float(outcome.drafted_k[outcome.proposer == NGRAM].sum())
         spent = float(outcome.draft_ms[NGRAM])
         if looked_up > 0 and 0.0 <= spent < np.inf:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
 
-    def _compare(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
-        """Note by how much a step took longer than these lines say, with drafts and without."""
+    def _compare(
+        self, outcome: StepOutcome, pads: float, passes: tuple[float, float, float]
+    ) -> None:
+        """Note by how much a step took longer than these lines say, with drafts and without.
+
+        passes: of the draft model; tokens drafted in them; tokens caught up.
+        """
         if outcome.prefill_tokens or not self.verify.count or not outcome.padded_tokens:
             return
         if not _LEAST_MS <= outcome.step_ms <= _MOST_MS:
             return
-        tokens, kv_tokens = np.array([float(outcome.padded_tokens)]), float(outcome.kv_tokens)
-        expected_ms = float(self.verify_ms(tokens, kv_tokens)[0]) + self.pad_ms() * _padding(
-            outcome
-        )
-        drafted = outcome.drafted_k * (outcome.proposer == DRAFT_MODEL)
+        expected_ms = self.verify_one_ms(float(outcome.padded_tokens), float(outcome.kv_tokens))
+        expected_ms += self.pad_ms() * pads
         if outcome.draft_depth > 0:
-            a_pass, token_ms, catch_up = self.draft_ms()
-            expected_ms += (
-                outcome.draft_depth * a_pass + float(drafted.sum()) * token_ms[DRAFT_MODEL]
-            )
-            expected_ms += catch_up_tokens * catch_up
+            each_ms = self.draft.weights(self._scale()).tolist()
+            expected_ms += sum(n * ms for n, ms in zip(passes, each_ms, strict=True))
         surprise = math.log(outcome.step_ms / expected_ms)
         surprise = min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
         kind = int(outcome.drafted_k.any())
@@ -196,7 +197,10 @@ class StepTime:
         return math.exp(drafting - plain)
 
     def _add_ratio(self, tokens: float, ratio: float) -> None:
-        place = int(np.abs(_LOG_EDGES - math.log(tokens)).argmin())
+        log = math.log(tokens)
+        place = min(bisect_left(_LOG_EDGE_OF, log), len(_EDGES) - 1)
+        if place and log - _LOG_EDGE_OF[place - 1] <= _LOG_EDGE_OF[place] - log:
+            place -= 1
         self._ratio[:, place] *= _RATIO_DISCOUNT
         self._ratio[:, place] += (math.log(min(max(ratio, 0.25), 4.0)), 1.0)
 
@@ -211,6 +215,25 @@ class StepTime:
         host, host_token = self.overhead.weights(self._scale()).tolist()
         line += host_token / TOKENS_UNIT * tokens + host
         return np.maximum.accumulate(np.maximum(line, 1e-6))
+
+    def verify_one_ms(self, tokens: float, kv_tokens: float) -> float:
+        """Return `verify_ms` of one number of tokens, 1 or more, without arrays."""
+        fixed, per_token, per_kv, _ = self.verify.weights().tolist()
+        line = per_token / TOKENS_UNIT * tokens + (fixed + per_kv * kv_tokens / KV_UNIT)
+        host, host_token = self.overhead.weights(self._scale()).tolist()
+        line *= math.exp(self._log_ratio(tokens))
+        return max(float(line + host_token / TOKENS_UNIT * tokens + host), 1e-6)
+
+    def _log_ratio(self, tokens: float) -> float:
+        """Return the table's log ratio at a number of tokens, between two edges in their log."""
+        at = bisect_right(_EDGE_OF, tokens) - 1
+        sums, counts = self._ratio[:, at : at + 2].tolist()
+        low = sums[0] / (_RATIO_PRIOR + counts[0])
+        if at + 1 == len(_EDGES):
+            return float(low)
+        high = sums[1] / (_RATIO_PRIOR + counts[1])
+        start, end = _LOG_EDGE_OF[at : at + 2]
+        return float(low + (high - low) * (math.log(tokens) - start) / (end - start))
 
     def pad_ms(self) -> float:
         """Return what each token takes by which a row is shorter than the longest."""
@@ -251,6 +274,13 @@ class StepTime:
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])
         self._ratio, self._surprise = np.array(state["ratio"]), np.array(state["surprise"])
+
+
+def _median(values: Array) -> float:
+    """Return the median of one or more numbers, without the checks of numpy's."""
+    low, high = (len(values) - 1) // 2, len(values) // 2
+    parted = np.partition(values, (low, high))
+    return 0.5 * (float(parted[low]) + float(parted[high]))
 
 
 def _padding(outcome: StepOutcome) -> float:

@@ -38,21 +38,30 @@ def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | 
     if doubt is not None:
         stopped = np.isfinite(doubt) & (outcome.accepted == outcome.verified_k)
         verified, share = verified + stopped, np.where(stopped, doubt, 1.0)
-    used = np.flatnonzero((verified > 0) & (outcome.proposer > 0))
+    used = ((verified > 0) & _known(rows, outcome.proposer)).nonzero()[0]
     shadow = outcome.shadow
-    match = np.flatnonzero((shadow.kind == _MATCH) & (shadow.observed > 0))
-    row = np.concatenate([rows[used], shadows[match]])
-    proposer = np.concatenate([outcome.proposer[used], shadow.proposer[match]]).astype(np.intp)
-    keep = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
+    match = np.zeros(0, np.intp)
+    if len(shadow):
+        shown = (shadow.kind == _MATCH) & (shadow.observed > 0)
+        match = (shown & _known(shadows, shadow.proposer)).nonzero()[0]
 
     def both(mine: Array, shadowed: Array) -> Array:
-        return np.concatenate([mine[used], shadowed[match]])[keep]
+        if not len(match):
+            only: Array = mine[used]
+            return only
+        return np.concatenate([mine[used], shadowed[match]])
 
     return Drafts(
-        row=row[keep],
-        proposer=proposer[keep],
+        row=both(rows, shadows),
+        proposer=both(outcome.proposer, shadow.proposer).astype(np.intp),
         match_tokens=both(outcome.match_tokens, shadow.match_tokens),
         accepted=both(outcome.accepted, shadow.matched).astype(np.int64),
         seen=both(verified, shadow.observed).astype(np.int64),
         share=both(share, np.ones(len(shadow))),
     )
+
+
+def _known(row: Array, proposer: Array) -> Array:
+    """Return bool [n]: the request has a row, and the proposer is one that drafts."""
+    known: Array = (row >= 0) & (proposer > 0) & (proposer < PROPOSERS)
+    return known

@@ -28,6 +28,7 @@ _SCARCE_SHARE = 0.1
 """Of the cache free: below it a drafted token has a price."""
 _PROBE_SHARE = 0.004
 _VERSION = "pilot/1"
+_ALL = slice(None)
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,10 +131,10 @@ class Pilot:
         self._ids, self._pace_ms, self._waited = ids, pace, waited
         self._batch, self._at = batch, np.searchsorted(ids, request_id)
 
-    def _places(self, request_id: Array) -> tuple[Array, Array]:
-        """Return where requests stand, and whether they are there (else the place is 0)."""
+    def _places(self, request_id: Array) -> tuple[Array, Array | slice]:
+        """Return where requests stand, and which of them are there (else the place is 0)."""
         if request_id.tobytes() == self._batch:
-            return self._at, np.ones(len(request_id), bool)
+            return self._at, _ALL
         if not len(self._ids):
             return np.zeros(len(request_id), np.intp), np.zeros(len(request_id), bool)
         at = np.minimum(np.searchsorted(self._ids, request_id), len(self._ids) - 1)

@@ -210,7 +210,8 @@ class Fitted:
     """A plan fitted to the batch that is there, by row of the view: proposer u8, k, verify_k i32.
 
     follows bool: the row was in the plan (else it got a default). shadow bool, propensity f32 and
-    reason u8 are carried over from the plan's row.
+    reason u8 are carried over from the plan's row. survival f32 [rows, K]: the plan's, of each
+    row's own proposer at the match length of now; None where it has none.
     """
 
     proposer: Array
@@ -220,6 +221,7 @@ class Fitted:
     shadow: Array
     propensity: Array
     reason: Array
+    survival: Array | None = None
 
 
 @dataclass(slots=True)
@@ -249,13 +251,14 @@ class StepOutcome:
 
     Per row [rows]: request_id u64; task u32; proposer u8; requested_k, drafted_k, verified_k,
     accepted (before EOS, stop or length cropped it) i16; emitted i16, tokens committed (0 while the
-    prompt is being computed); match_tokens i32, the match length the draft was made with;
-    truncated_by u8; plan_source u8; plan_step_id u64, the step whose view the plan was computed
-    from; confidences f32 [rows, K], the drafter's largest probability at each place before a token
-    was drawn there (also the place at which it stopped), nan none. Batch-wide: padded_tokens, rows
-    of the verify pass; prefill_tokens among them; kv_tokens read; draft_ms f32 [PROPOSERS];
-    draft_depth, passes of the draft model; verify_ms; step_ms, from the end of the step before (or
-    from the start, after idleness) to the end of this.
+    prompt is being computed; where an engine verifies trees the other counts are those of the chain
+    that was planned, and emitted may be more than accepted + 1); match_tokens i32, the match length
+    the draft was made with; truncated_by u8; plan_source u8; plan_step_id u64, the step whose view
+    the plan was computed from; confidences f32 [rows, K], the drafter's largest probability at each
+    place before a token was drawn there (also the place at which it stopped), nan none. Batch-wide:
+    padded_tokens, rows of the verify pass; prefill_tokens among them; kv_tokens read; draft_ms f32
+    [PROPOSERS]; draft_depth, passes of the draft model; verify_ms; step_ms, from the end of the
+    step before (or from the start, after idleness) to the end of this.
     """
 
     request_id: Array

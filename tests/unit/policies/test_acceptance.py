@@ -4,10 +4,14 @@ import functools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parlay.policies.acceptance import CHANNELS, Acceptance
+from parlay.policies.evidence import Drafts
 from parlay.policies.types import (
     DRAFT_MODEL,
+    MEDUSA,
     NGRAM,
     NONE,
     PROPOSERS,
@@ -259,3 +263,45 @@ def test_survival_falls_and_stays_within_its_bounds() -> None:
     assert (np.diff(survival, axis=2) <= 0).all()
     assert not survival[:, NONE].any()
     assert not survival[0, NGRAM].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([NGRAM, DRAFT_MODEL, MEDUSA]),
+            st.integers(1, 6),
+            st.integers(0, 6),
+            st.integers(0, 12),
+            st.floats(0.1, 1.0),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(0, 4),
+)
+def test_one_draft_counts_for_what_it_counts_among_others(
+    drafts: list[tuple[int, int, int, int, float]], output_tokens: int
+) -> None:
+    alone, among = Acceptance(4), Acceptance(4)
+    for learner in (alone, among):
+        ids, tasks = np.array([1, 2]), np.array([7, 8])
+        learner.rows_of(ids, tasks, np.full(2, output_tokens))
+        for proposer, seen, accepted, match, share in drafts:
+            one = Drafts(
+                row=learner.rows_of(ids, tasks)[seen % 2 : seen % 2 + 1],
+                proposer=np.array([proposer]),
+                match_tokens=np.array([match]),
+                accepted=np.array([min(accepted, seen)]),
+                seen=np.array([seen]),
+                share=np.array([share]),
+            )
+            (learner._count_one if learner is alone else learner._count_all)(one)
+            learner._refit()
+    assert alone.delta(0)["counts"] == pytest.approx(among.delta(0)["counts"], rel=1e-12)
+    state = among.state()
+    for name, value in alone.state().items():
+        assert value == pytest.approx(state[name], rel=1e-12), name
+    ours, theirs = alone.counted().arrays(), among.counted().arrays()
+    for name in ours:
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-12), name

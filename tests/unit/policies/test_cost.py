@@ -1,12 +1,14 @@
 """The step-time model: what it learns, from how little, and that its prices can be used."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.policies.synthetic import Machine
 
-from parlay.policies.cost import KV_UNIT, TOKENS_UNIT, Line, StepTime
+from parlay.policies.cost import _EDGES, KV_UNIT, TOKENS_UNIT, Line, StepTime, _median
 from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome, no_shadows
 
 
@@ -147,6 +149,33 @@ def test_prices_are_finite_and_rise_whatever_was_seen(
     prices = np.array([a_pass, catch_up, *token_ms])
     assert np.isfinite(prices).all()
     assert (prices >= 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 700), st.integers(0, 10**6))
+def test_one_number_of_tokens_takes_what_the_curve_says(steps: int, tokens: int, kv: int) -> None:
+    model = StepTime()
+    teach(model, steps % 50)
+    for count in (1, 7, 24, 511, 512, 513, 640)[: steps % 8]:
+        model.observe(outcome_of(count, 100, 30.0 + count), 0.0)
+    curve = model.verify_ms(np.array([float(tokens)]), float(kv))
+    assert model.verify_one_ms(float(tokens), float(kv)) == pytest.approx(
+        float(curve[0]), rel=1e-12
+    )
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
+def test_the_median_is_numpys(values: list[float]) -> None:
+    assert _median(np.array(values)) == pytest.approx(float(np.median(values)), rel=1e-12)
+
+
+def test_each_step_counts_for_the_edge_that_is_nearest_in_its_log() -> None:
+    model = StepTime()
+    for tokens in range(1, 700):
+        model._ratio[:] = 0.0
+        model._add_ratio(float(tokens), 1.0)
+        nearest = np.abs(np.log(_EDGES) - math.log(tokens)).argmin()
+        assert np.flatnonzero(model._ratio[1]).tolist() == [nearest], tokens
 
 
 def test_a_line_is_the_ridge_solution_on_clean_data() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parlay.policies.solver import StepCosts, best_plan, priced
-from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE, PROPOSERS, Array
+from parlay.policies.solver import StepCosts, _first, best_plan, priced
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, Array
 
 
 def random_costs(rng: np.random.Generator, rows: int, most: int, staircase: bool) -> StepCosts:
@@ -71,6 +71,47 @@ def test_choosing_proposers_comes_close_to_brute_force() -> None:
     assert min(gaps) > -1e-9
     assert np.mean(gaps) < 0.002
     assert max(gaps) < 0.05
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 100_000), st.integers(0, 9), st.floats(1.0, 2.0), st.booleans())
+def test_one_row_equals_brute_force(seed: int, most: int, emits: float, padded: bool) -> None:
+    rng = np.random.default_rng(seed)
+    proposers = [NGRAM, DRAFT_MODEL, MEDUSA]
+    survival = random_survival(rng, 1, 6, proposers)
+    costs = random_costs(rng, 1, most, staircase=bool(seed % 2))
+    costs.token_ms[NGRAM], costs.token_ms[MEDUSA] = rng.uniform(0, 0.3, 2)
+    costs = dataclasses.replace(costs, pad_ms=float(padded) * float(rng.uniform(0, 0.1)))
+    found = best_plan(survival, costs, emits)
+    every = {(NONE, 0): costs.verify_ms[0] / emits}
+    for proposer, k in itertools.product(proposers, range(1, min(6, most) + 1)):
+        ms = costs.verify_ms[k] + costs.token_ms[proposer] * k + costs.pad_ms * (emits - 1.0) * k
+        if proposer == DRAFT_MODEL:
+            ms += costs.pass_ms * k + costs.switch_ms[0]
+        every[proposer, k] = ms / (emits + survival[0, proposer, :k].sum())
+    proposer, k = int(found.proposer[0]), int(found.k[0])
+    assert found.ms_per_token == pytest.approx(min(every.values()), rel=1e-9)
+    assert every[proposer, k] == pytest.approx(found.ms_per_token, rel=1e-9)
+    assert found.depth == (k if proposer == DRAFT_MODEL else 0)
+    if k:
+        # At the plan's own prices the row drafts as deep as planned.
+        gain = found.ms_per_token * survival[0, proposer] - costs.token_ms[proposer]
+        assert gain[k - 1] >= found.price_ms - 1e-9
+        if proposer != DRAFT_MODEL and k < min(6, most):
+            assert gain[k] < found.price_ms or gain[k] == pytest.approx(gain[k - 1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 100_000), st.integers(1, 6), st.integers(1, 5))
+def test_of_equal_places_the_first_rows_get_theirs(seed: int, rows: int, depth: int) -> None:
+    rng = np.random.default_rng(seed)
+    net = np.sort(rng.integers(1, 4, (depth, rows)), axis=0)[::-1].astype(float)
+    budget = int(rng.integers(1, net.size + 1))
+    ranked = np.sort(net.ravel())[::-1]
+    k = _first(net, ranked[budget - 1], budget)
+    order = sorted((-net[j, row], row, j) for j in range(depth) for row in range(rows))
+    taken = [row for _, row, _ in order[:budget]]
+    assert k.tolist() == np.bincount(taken, minlength=rows).tolist()
 
 
 @settings(max_examples=100, deadline=None)
