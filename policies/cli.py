@@ -43,6 +43,8 @@ _HELP = {
     "bench.hf": "Time Hugging Face's generate, its own assistants and ours in it.",
     "bench.vllm": "Time vLLM with and without us, beside its own fixed k.",
     "bench.rpc": "Time what talking to the sidecar costs an engine step.",
+    "calibrate.acceptance": "Fit how tasks accept from logs.",
+    "calibrate.check": "Foretell policies' gains, then measure them.",
     "calibrate.trace": "Record what every proposer would have done on a model's answers.",
     "distill.draft": "Train a draft model on what the target generates.",
     "distill.medusa": "Train Medusa heads on what the target generates.",

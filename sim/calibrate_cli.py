@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated
 
@@ -44,8 +45,10 @@ def calibrate_trace(
         # As many of each task, though drafts train on some more than on others.
         drawn = list(training_prompts(prompts * _DRAWN, SEED))
         each = -(-prompts // len(SHARES))
-        of_task = {t: [p for p in drawn if p.task == t][:each] for t in SHARES}
-        chosen = [p for turn in of_task.values() for p in turn][:prompts]
+        of_task = [[p for p in drawn if p.task == t][:each] for t in SHARES]
+        # In turn, so that requests that run at once in a replay are of every task.
+        turns = itertools.zip_longest(*of_task)
+        chosen = [p for turn in turns for p in turn if p is not None][:prompts]
         found = record(folder, load(folder), draft, chosen, tokens, lambda: bar.advance(task))
         seen = list(found)
     write_traces(out, seen)

@@ -17,6 +17,7 @@ from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import registry
 from parlay.sim.costs import load_costs
 from parlay.sim.counterfactual import read_traces
+from parlay.sim.laws import is_fitted
 from parlay.sim.load import check_trace
 from parlay.sim.report import Result, write_report
 from parlay.sim.scenario import Scenario, named_scenarios
@@ -47,7 +48,7 @@ def simulate(
         str, typer.Option(help="Requests' lengths and times from this trace, built in or a file.")
     ] = "",
     acceptance: Annotated[
-        str, typer.Option(help="Replay this counterfactual trace instead of the tasks.")
+        str, typer.Option(help="Replay a counterfactual trace, or take fitted tasks (.json).")
     ] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report in here.")] = None,
@@ -112,7 +113,7 @@ def _changed(
     scenario: Scenario, concurrency: int, costs: str, trace: str, acceptance: str
 ) -> Scenario:
     """Return the scenario with the load, the costs and the files that were asked for."""
-    if trace and acceptance:
+    if trace and acceptance and not is_fitted(acceptance):
         raise ValueError("give --trace or --acceptance, not both: a recording has its own lengths")
     if trace:
         check_trace(trace)
@@ -126,14 +127,21 @@ def _changed(
         stages = tuple(dataclasses.replace(s, concurrency=concurrency) for s in scenario.stages)
         scenario = dataclasses.replace(scenario, stages=stages, arrivals={})
     if acceptance:
-        next(read_traces(Path(acceptance)))
-        if scenario.arrivals:
-            raise ValueError(f"{scenario.name} is an open loop; --acceptance needs a closed one")
-        scenario = dataclasses.replace(scenario, acceptance=acceptance, lengths={})
+        scenario = _with_acceptance(scenario, acceptance)
     if costs:
         scenario = dataclasses.replace(scenario, costs=costs)
     load_costs(scenario.costs)
     return scenario
+
+
+def _with_acceptance(scenario: Scenario, path: str) -> Scenario:
+    """Return the scenario with a recording to replay, or with a file's fitted tasks."""
+    if is_fitted(path):
+        return scenario.fitted(path)
+    next(read_traces(Path(path)))
+    if scenario.arrivals:
+        raise ValueError(f"{scenario.name} is an open loop; a recording needs a closed one")
+    return dataclasses.replace(scenario, acceptance=path, lengths={})
 
 
 def _progress(console: Console) -> Progress:

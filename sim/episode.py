@@ -20,7 +20,7 @@ from parlay.policies.types import PROPOSERS, Array, BatchView, Plan, PlanSource,
 from parlay.sim.backend import SimBackend
 from parlay.sim.costs import CostModel, load_costs
 from parlay.sim.load import luck_of
-from parlay.sim.scenario import Scenario, Stage, tasks
+from parlay.sim.scenario import Scenario, Stage
 from parlay.sim.workload import Arrival
 
 K_MAX = 8
@@ -130,10 +130,8 @@ class _Run:
     def _config(self) -> EngineConfig:
         blocks, s = _PLENTY_BLOCKS, self.scenario
         if s.kv_requests:
-            full = [
-                sum(np.exp(np.log(m) + g) for m, g in (tasks()[t].prompt, tasks()[t].output))
-                for t in s.tasks
-            ]
+            known = [s.catalogue[tag] for tag in s.tasks]
+            full = [sum(np.exp(np.log(m) + g) for m, g in (t.prompt, t.output)) for t in known]
             blocks = int(s.kv_requests * max(full) / BLOCK_TOKENS)
         return EngineConfig(
             max_running=s.most_running,

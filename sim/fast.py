@@ -31,7 +31,7 @@ from parlay.sim.latent import (
     match_length,
     place_log_odds,
 )
-from parlay.sim.scenario import tasks
+from parlay.sim.laws import tasks
 
 _EVERY_PROPOSER = np.uint8((1 << PROPOSERS) - 1)
 _F32 = np.float32

@@ -16,7 +16,6 @@ from parlay.policies.policy import EngineLimits
 from parlay.policies.types import NGRAM, PROPOSERS, Array, BatchView, Plan, StepOutcome
 from parlay.sim.backend import SimBackend
 from parlay.sim.latent import (
-    COLD_FACTOR,
     COLD_TOKENS,
     CONFIDENCE_NOISE,
     PHASE_TOKENS,
@@ -45,11 +44,9 @@ class Filter:
         # chance [cold, task, state, proposer, place]: by how many outputs there were at the start.
         odds = latents.log_odds[:, None] + self.shift[:, :, None, None]
         warm = expit(odds)
+        cold = np.array([law.cold_factor for law in latents.laws])[:, None, None, None]
         self.chance = np.stack(
-            [
-                np.where(places + c < COLD_TOKENS, COLD_FACTOR, 1.0) * warm
-                for c in range(COLD_TOKENS + 1)
-            ]
+            [np.where(places + c < COLD_TOKENS, cold, 1.0) * warm for c in range(COLD_TOKENS + 1)]
         )
         self.survival = np.cumprod(self.chance, axis=-1)
         self.belief = np.zeros((0, 2 * GRID))

@@ -36,13 +36,15 @@ class TaskLaw:
     """How one task accepts.
 
     accept: conditional acceptance by place for each proposer, the last value repeating; match_rate:
-    share of positions at which the n-gram finds a match; shift_sd and phase_shift: log-odds.
+    share of positions at which the n-gram finds a match; shift_sd and phase_shift: log-odds;
+    cold_factor: of acceptance at the first COLD_TOKENS outputs.
     """
 
     match_rate: float
     accept: Mapping[int, Sequence[float]]
     shift_sd: float
     phase_shift: float
+    cold_factor: float = COLD_FACTOR
 
 
 class Luck(Protocol):
@@ -85,6 +87,7 @@ class Latents:
         self.depth, self.seed = depth, seed
         self.laws = list(laws)
         self.log_odds = place_log_odds(laws, depth)
+        self._cold = np.array([law.cold_factor for law in laws])
         self._free: list[int] = []
         self._grow(64, 256)
 
@@ -157,7 +160,8 @@ class Latents:
     def _chance(self, rows: Array, at: Array, shift: Array, proposer: Array | int) -> Array:
         odds = self.log_odds[self.task[rows], proposer] + shift
         chance: Array = expit(odds)
-        return np.where(at < COLD_TOKENS, COLD_FACTOR * chance, chance)
+        cold = self._cold[self.task[rows]][:, None]
+        return np.where(at < COLD_TOKENS, cold * chance, chance)
 
     def _grow(self, rows: int, length: int) -> None:
         """Make room for more rows or longer requests; what is there stays."""

@@ -12,7 +12,7 @@ from parlay.policies.types import PROPOSERS
 from parlay.sim.counterfactual import TraceLuck, read_traces
 from parlay.sim.fitted import azure_code, azure_conv, mooncake_conversation
 from parlay.sim.latent import Latents, Luck
-from parlay.sim.scenario import Scenario, Stage, tasks
+from parlay.sim.scenario import Scenario, Stage
 from parlay.sim.traces import open_trace
 from parlay.sim.workload import (
     Arrival,
@@ -45,11 +45,11 @@ def arrivals_of(scenario: Scenario) -> Arrivals:
     A trace is named as one of the built-in ones, whose file is read where PARLAY_DATA has it and
     whose fitted likeness serves else, or as a file. Raises ValueError where there is no such trace.
     """
-    if scenario.acceptance:
+    if scenario.replays:
         return _replayed(Path(scenario.acceptance))
     trace = scenario.arrivals.get("trace") or scenario.lengths.get("trace")
     if trace is None:
-        return _closed
+        return lambda stage, seed: _closed(scenario, stage, seed)
     check_trace(trace)
     if not scenario.arrivals:
         return lambda stage, seed: at_once(_named(trace, seed, stage.mix))
@@ -59,14 +59,18 @@ def arrivals_of(scenario: Scenario) -> Arrivals:
 
 def luck_of(scenario: Scenario, depth: int, seed: int) -> tuple[Luck, dict[str, int], int]:
     """Return the requests' luck, its index of each task's tag, and the proposers it knows."""
-    if scenario.acceptance:
+    if scenario.replays:
         recorded = list(read_traces(Path(scenario.acceptance)))
         tags = dict.fromkeys(request.task for request in recorded)
         luck = TraceLuck(recorded, depth, _first_line(seed))
         return luck, {tag: i for i, tag in enumerate(tags)}, luck.proposer_mask
-    names = scenario.tasks
-    latents = Latents([tasks()[name].law for name in names], depth, seed)
-    return latents, {name: i for i, name in enumerate(names)}, (1 << PROPOSERS) - 1
+    names, known = scenario.tasks, scenario.catalogue
+    latents = Latents([known[name].law for name in names], depth, seed)
+    mask = (1 << PROPOSERS) - 1
+    if scenario.acceptance:
+        there = frozenset[int]().union(*(known[name].proposers for name in names))
+        mask = 1 | sum(1 << proposer for proposer in there)
+    return latents, {name: i for i, name in enumerate(names)}, mask
 
 
 def _first_line(seed: int) -> int:
@@ -90,12 +94,12 @@ def check_trace(trace: str) -> None:
         raise ValueError(f"no trace '{trace}': give a file or one of {', '.join(sorted(_FITTED))}")
 
 
-def _closed(stage: Stage, seed: int) -> Iterator[Arrival]:
+def _closed(scenario: Scenario, stage: Stage, seed: int) -> Iterator[Arrival]:
     sizes = {
         tag: Lengths.log_normal(
             (*task.prompt, SHORTEST, LONGEST), (*task.output, SHORTEST, LONGEST)
         )
-        for tag, task in tasks().items()
+        for tag, task in scenario.catalogue.items()
     }
     return closed_loop(stage.mix, sizes, seed)
 

@@ -6,24 +6,12 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parlay.policies.types import Proposer
-from parlay.sim.latent import TaskLaw
+from parlay.sim.laws import Task, is_fitted, read_fitted, tasks
 
 FOLDER = Path(__file__).parent / "scenarios"
-TASKS = Path(__file__).parent / "tasks.toml"
-
-
-@dataclass(slots=True, frozen=True)
-class Task:
-    """One task: how it accepts, and the log-normal lengths (median tokens, sigma)."""
-
-    law: TaskLaw
-    prompt: tuple[float, float]
-    output: tuple[float, float]
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +30,8 @@ class Scenario:
     stages follow one another and begin again. steps are measured after warm_up_steps; runs: fresh
     starts whose steps are added up. arrivals: trace and mean_concurrency of an open loop. lengths:
     the trace whose lengths replace the tasks'. kv_requests: requests of full length that the cache
-    holds (0: plenty). acceptance: a counterfactual trace to replay instead of the tasks.
+    holds (0: plenty). acceptance: a counterfactual trace to replay instead of the tasks, or a file
+    of fitted ones.
     catches_up: the draft model pays for what it has not read.
     """
 
@@ -64,6 +53,22 @@ class Scenario:
     def tasks(self) -> tuple[str, ...]:
         """Return the tags of all tasks that occur, in order of first mention."""
         return tuple(dict.fromkeys(task for stage in self.stages for task in stage.mix))
+
+    @property
+    def replays(self) -> bool:
+        """Say whether acceptance is replayed from a recording."""
+        return bool(self.acceptance) and not is_fitted(self.acceptance)
+
+    @property
+    def catalogue(self) -> Mapping[str, Task]:
+        """Return the tasks that may occur, by tag: the built-in or the fitted ones."""
+        return read_fitted(self.acceptance) if is_fitted(self.acceptance) else tasks()
+
+    def fitted(self, path: str) -> Scenario:
+        """Return the scenario with a file's fitted tasks, each as often as it was seen."""
+        mix = {tag: task.share for tag, task in read_fitted(path).items()}
+        stages = tuple(dataclasses.replace(stage, mix=mix) for stage in self.stages)
+        return dataclasses.replace(self, stages=stages, acceptance=path)
 
     @property
     def most_running(self) -> int:
@@ -119,17 +124,6 @@ def load_scenario(name: str) -> Scenario:
         raise ValueError(f"scenario {path}: {_said(error)}") from None
     _check(path, found)
     return found
-
-
-@cache
-def tasks() -> Mapping[str, Task]:
-    """Return every task by its tag."""
-    out: dict[str, Task] = {}
-    for tag, raw in _parsed(TASKS).items():
-        accept = {int(p): tuple(raw[p.name.lower()]) for p in Proposer if p.name.lower() in raw}
-        law = TaskLaw(raw["match_rate"], accept, raw["shift_sd"], raw["phase_shift"])
-        out[tag] = Task(law, tuple(raw["prompt"]), tuple(raw["output"]))
-    return out
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def judge(
         BEST_STATIC: tune(scenario, _STATICS, workers),
         BEST_GATE: tune(scenario, _GATES, workers),
     }
-    oracles = ["clairvoyant"] if scenario.acceptance else sorted(ORACLES)
+    oracles = ["clairvoyant"] if scenario.replays else sorted(ORACLES)
     asked = dict.fromkeys([NONE, BEST_STATIC, BEST_GATE, *policies, *oracles])
     short = scenario.shortened(steps)
     keys = [(name, seed) for name in asked for seed in seeds]

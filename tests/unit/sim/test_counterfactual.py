@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def test_a_file_without_requests_is_refused(tmp_path: Path, text: str, said: str
         list(read_traces(path))
     with pytest.raises(ValueError, match="calibrate trace"):
         list(read_traces(tmp_path / "none.jsonl"))
+
+
+def test_a_gzipped_file_is_read_and_a_broken_one_refused(tmp_path: Path) -> None:
+    plain, zipped = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
+    write_traces(plain, [request(seed) for seed in range(3)])
+    whole = gzip.compress(plain.read_bytes())
+    zipped.write_bytes(whole)
+    assert [r.name for r in read_traces(zipped)] == [r.name for r in read_traces(plain)]
+    for broken in (whole[:-20], b"{}", whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]):
+        zipped.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"trace\.jsonl\.gz") as error:
+            list(read_traces(zipped))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("proposer", [NGRAM, DRAFT_MODEL])

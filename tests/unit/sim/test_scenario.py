@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from parlay.sim.scenario import load_scenario, scenario_names, tasks
+from parlay.sim.laws import tasks
+from parlay.sim.scenario import load_scenario, scenario_names
 
 FROZEN = {
     "chat_low", "chat_high", "code_burst", "mixed", "phase_shift", "long_context", "hostile",
