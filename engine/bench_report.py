@@ -1,80 +1,120 @@
-"""`parlay bench engine`, put together: load, measure, print, write."""
+"""`parlay bench engine`: what was found, as JSON and as tables."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from parlay.engine import bench
-from parlay.engine.demo.prompts import TASKS, demo_prompts
-from parlay.engine.llm import load_backend
-from parlay.engine.weights import default_model_dir, load_checkpoint
+from parlay.engine.bench_hf import HF
+from parlay.engine.bench_lane import ADAPTIVE, NONE, PARLAY
+from parlay.engine.bench_load import Answer, Entrant, row_of
+
+Json = dict[str, Any]
+_LEFT = ("engine", "mode", "set to")
 
 
-def bench_main(quick: bool, json_file: Path | None, console: Console) -> None:
-    """Measure, print tables and write the JSON; quick: one prompt a task and fewer tokens."""
-    checkpoint = default_model_dir()
-    backend, tokenizer = load_backend()
-    count, output_tokens, rounds = (1, 48, 1) if quick else (2, 128, 3)
-    prompts = [
-        (p.task, tokenizer.chat([{"role": "user", "content": p.text}]))
-        for task in TASKS
-        for p in [p for p in demo_prompts() if p.task == task][:count]
-    ]
-    contenders = [
-        bench.parlay_contender(backend, tokenizer.eos_ids, "none", "none"),
-        bench.parlay_contender(backend, tokenizer.eos_ids, "adaptive", "goodput"),
-        bench.hf_contender(str(checkpoint), backend.target.dtype),
-    ]
-    with Progress(console=console) as progress:
-        bar = progress.add_task("decoding", total=rounds * len(prompts) * len(contenders))
-        tallies = bench.interleave(
-            contenders, prompts, output_tokens, rounds, lambda: progress.advance(bar)
-        )
-    _, weights = load_checkpoint(checkpoint)
-    report: dict[str, Any] = {
-        "rows": [t.row(c) for t, c in zip(tallies, contenders, strict=True)],
-        "floor": bench.floor(sum(w.nbytes for w in weights.values())),
-        "verify_width": bench.verify_widths(backend, repeats=10 if quick else 40),
-        "output_tokens": output_tokens,
-        "prompts": len(prompts),
-        "rounds": rounds,
-    }
-    hf = report["rows"][-1]["tokens_per_s"]
-    report["ratio_to_hf"] = {r["mode"]: r["tokens_per_s"] / hf for r in report["rows"][:-1]}
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _print(report, console)
+def rows_of(
+    entrants: Sequence[Entrant], answers: Mapping[tuple[int, int], Sequence[Answer]]
+) -> list[Json]:
+    """Return a row for each entrant and concurrency, ordered by concurrency."""
+    keys = sorted(answers, key=lambda key: (key[1], key[0]))
+    return [row_of(entrants[i], c, answers[i, c]) for i, c in keys]
 
 
-def _print(report: dict[str, Any], console: Console) -> None:
-    table = Table(title="one request at a time")
-    for name in ("engine", "mode", "tokens/s", "first token ms", "ms a token after it"):
-        table.add_column(name, justify="left" if name in ("engine", "mode") else "right")
-    for r in report["rows"]:
+def ratio_to_hf(rows: Sequence[Json]) -> dict[str, float]:
+    """Return our modes' speed over Hugging Face's generate, one request at a time; {} without."""
+    alone = [r for r in rows if r["concurrency"] == 1]
+    plain = [r["tokens_per_s"] for r in alone if r["engine"] == HF]
+    return {r["mode"]: r["tokens_per_s"] / s for s in plain for r in alone if r["engine"] == PARLAY}
+
+
+def against_best(rows: Sequence[Json], peers_only: bool) -> dict[str, Json]:
+    """Return by concurrency adaptive's speed over the fastest other row's: median over rounds.
+
+    peers_only: our other modes do not count. A concurrency without another row is left out.
+    """
+    found: dict[str, Json] = {}
+    for ours in (r for r in rows if (r["engine"], r["mode"]) == (PARLAY, ADAPTIVE)):
+        others = [
+            r
+            for r in rows
+            if r["concurrency"] == ours["concurrency"]
+            and r is not ours
+            and not (peers_only and r["engine"] == PARLAY)
+        ]
+        if not others:
+            continue
+        best = max(others, key=lambda r: float(r["tokens_per_s"]))
+        key = "tokens_per_s_by_round"
+        ratios = [a / b for a, b in zip(ours[key], best[key], strict=True)]
+        found[str(ours["concurrency"])] = {
+            "engine": best["engine"],
+            "mode": best["mode"],
+            "ratio": median(ratios),
+            "ratio_by_round": ratios,
+        }
+    return found
+
+
+def print_report(report: Json, console: Console) -> None:
+    """Print the rows as a table, and a line for each other figure."""
+    console.print(_table(report["rows"]))
+    for line in findings(report):
+        console.print(line, highlight=False)
+
+
+def _table(rows: Sequence[Json]) -> Table:
+    table = Table(title="the demo's mixed prompts, greedy, one thread")
+    names = ("at once", *_LEFT, "tokens/s", "first token ms", "ms a token", "peak MB")
+    for name in names:
+        table.add_column(name, justify="left" if name in _LEFT else "right")
+    for before, r in zip([None, *rows], rows, strict=False):
+        if before is not None and before["concurrency"] != r["concurrency"]:
+            table.add_section()
         table.add_row(
+            str(r["concurrency"]),
             r["engine"],
             r["mode"],
+            r["setting"],
             f"{r['tokens_per_s']:.1f}",
             f"{r['ttft_ms']:.0f}",
-            f"{r['tpot_ms']:.1f}",
+            "" if r["tpot_ms"] is None else f"{r['tpot_ms']:.1f}",
+            "" if r["peak_memory_mb"] is None else f"{r['peak_memory_mb']:.0f}",
         )
-    console.print(table)
+    return table
+
+
+def findings(report: Json) -> list[str]:
+    """Return what the figures say, a line each."""
+    lines = [
+        f"adaptive at {c} at once: {found['ratio']:.2f}x {what}, {found['engine']} {found['mode']}"
+        for key, what in (
+            ("adaptive_to_best_peer", "the best peer"),
+            ("adaptive_to_best", "the best of all others"),
+        )
+        for c, found in report[key].items()
+    ]
+    if report["ratio_to_hf"]:
+        plain = report["ratio_to_hf"][NONE]
+        lines.append(f"plain decoding is {plain:.2f}x Hugging Face's generate, one at a time")
+    for mode, by_batch in report["overhead_ms"].items():
+        text = ", ".join(f"{ms:.2f} ms at {batch} at once" for batch, ms in by_batch.items())
+        lines.append(f"a step beside the models' passes and sampling, {mode}: {text}")
     floor, widths = report["floor"], report["verify_width"]
-    steps = ", ".join(f"{w} tokens {v['ms']:.1f} ms ({v['ratio']:.2f}x)" for w, v in widths.items())
-    console.print(
-        f"plain decoding is {report['ratio_to_hf']['none']:.2f}x Hugging Face's generate; reading "
-        f"{floor['weight_bytes'] / 1e6:.0f} MB of weights at "
-        f"{floor['read_bytes_per_s'] / 1e9:.1f} GB/s "
-        f"({floor['how']}) takes {floor['step_ms']:.1f} ms, the floor of a step",
-        highlight=False,
+    lines.append(
+        f"reading {floor['weight_bytes'] / 1e6:.0f} MB of weights at "
+        f"{floor['read_bytes_per_s'] / 1e9:.1f} GB/s ({floor['how']}) takes "
+        f"{floor['step_ms']:.1f} ms, the floor of a step"
     )
-    console.print(f"a verify pass at batch 1, context {CONTEXT}: {steps}", highlight=False)
-
-
-CONTEXT = bench.VERIFY_CONTEXT
+    steps = ", ".join(f"{w} tokens {v['ms']:.1f} ms ({v['ratio']:.2f}x)" for w, v in widths.items())
+    lines.append(f"a verify pass at batch 1, context {bench.VERIFY_CONTEXT}: {steps}")
+    lines.append(
+        f"{report['rounds']} rounds of about {report['output_tokens']} tokens a request; "
+        "best_static and gate were chosen for each load in a pass of their own"
+    )
+    return lines

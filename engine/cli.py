@@ -105,16 +105,23 @@ def generate(
 
 def bench_engine(
     json_file: JsonFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer prompts and tokens")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="10 minutes, fewer tokens")] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER", help="hf, hf_assisted, hf_prompt_lookup or vllm"),
+    ] = None,
+    vllm_python: Annotated[
+        Path, typer.Option(help="the Python of an environment with vLLM")
+    ] = Path(".venv-vllm/bin/python"),
 ) -> None:
-    """Compare our engine with Hugging Face's generate, and with the floor that memory sets."""
+    """Compare our engine with Hugging Face's generate, with vLLM, and with memory's floor."""
     with one_line("bench engine"):
         _writable(json_file)
         from rich.console import Console
 
-        from parlay.engine.bench_report import bench_main
+        from parlay.engine.bench_main import FULL, QUICK, bench_main
 
-        bench_main(quick, json_file, Console())
+        bench_main(QUICK if quick else FULL, without or (), vllm_python, json_file, Console())
 
 
 def key_values(pairs: list[str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ import pytest
 from tests.tiny import tiny_backend
 
 from parlay.engine import bench
-from parlay.engine.bench import Contender, Tally, Timing, interleave, parlay_contender
+from parlay.engine.bench import Contender, Tally, Timing, interleave
 
 
 def test_row() -> None:
@@ -35,13 +35,6 @@ def test_contenders_take_turns_and_each_is_first() -> None:
     assert [len(t.timings) for t in tallies] == [4, 4]
     assert tallies[0].timings[0].tokens == 7
     assert len(done) == 8
-
-
-def test_our_engine_as_a_contender() -> None:
-    contender = parlay_contender(tiny_backend(), (), "adaptive", "goodput")
-    timing = contender.decode([1, 2, 3], 9, "chat")
-    assert timing.tokens == 9
-    assert 0 < timing.ttft_s < timing.total_s
 
 
 def test_verify_widths(monkeypatch: pytest.MonkeyPatch) -> None:
