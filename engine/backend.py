@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from parlay.engine.branches import Branch
 from parlay.engine.kv_cache import BlockCache
-from parlay.engine.request import Request
+from parlay.engine.request import Request, TokenLogprob
+from parlay.engine.tree import Trees
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import PROPOSERS, Array, Fitted, Plan
 
@@ -38,7 +40,8 @@ class Batch:
 
     chunk i32 [rows]: uncomputed tokens each row feeds the target, 1 while decoding. A row whose
     chunk ends at its last token emits. target and draft: block tables of the two models' caches by
-    request. lookup: the n-gram's guesses for the rows.
+    request. lookup: the n-gram's guesses for the rows. shadow_k i32 [rows], or [0]: how many tokens
+    the draft model guesses only to be observed, in rows that do not draft with it.
     """
 
     requests: list[Request]
@@ -46,6 +49,7 @@ class Batch:
     target: BlockCache
     draft: BlockCache
     lookup: Lookup
+    shadow_k: Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -64,9 +68,11 @@ class Drafts:
     count i32 [rows]; tokens i64 [rows, K], -1 beyond count; confidences f32 [rows, K], each place's
     probability of acceptance as the drafter sees it before drawing, nan where it has none;
     read_by_draft i32 [rows]: how many of its own guesses the draft model has read for good, after
-    every token of the row; -1 where it read nothing. draft_ms f32 [PROPOSERS]
-    and draft_depth: what it cost. private: what the backend keeps for `verify` (the draft's
-    distributions).
+    every token of the row; -1 where it read nothing, or not all: caught_up says how many unread
+    tokens it read of such rows. watched: guesses of rows with shadow_k, to be matched.
+    draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the backend keeps for
+    `verify` (the draft's distributions). branches: by row, what may stand beside its tokens; trees:
+    what is verified where some of that pays, else None, and chains are.
     """
 
     count: Array
@@ -76,6 +82,10 @@ class Drafts:
     draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
     draft_depth: int = 0
     private: Any = None
+    caught_up: dict[int, int] = field(default_factory=dict)
+    watched: dict[int, list[int]] = field(default_factory=dict)
+    branches: dict[int, list[Branch]] = field(default_factory=dict)
+    trees: Trees | None = None
 
 
 @dataclass(slots=True)
@@ -84,13 +94,19 @@ class Verified:
 
     accepted i32 [rows], drafted tokens that hold; tokens i64 [rows, K + 1], the accepted ones and
     the target's own next token, -1 beyond accepted + 1 and on rows that do not emit. padded_tokens:
-    rows the target's pass really had. verify_ms: its time.
+    rows the target's pass really had. verify_ms: its time. logprobs: of the tokens of each row
+    whose request asks for them. overlaps: sum min(p, q) at the first place of rows whose draft law
+    is observed. on_chain i32 [rows]: of drafts that are trees, how many of the chain's own tokens
+    are the first accepted ones; None where there are none.
     """
 
     accepted: Array
     tokens: Array
     padded_tokens: int
     verify_ms: float
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    overlaps: dict[int, float] = field(default_factory=dict)
+    on_chain: Array | None = None
 
 
 class Backend(Protocol):
@@ -102,6 +118,12 @@ class Backend(Protocol):
 
     def clock(self) -> float:
         """Return the time in seconds; only differences mean something."""
+        ...
+
+    def keeps(self, book: BlockCache) -> bool:
+        """Say whether the target's cache holds what `book` accounts for: engines that share a
+        backend overwrite each other's.
+        """  # noqa: D205
         ...
 
     def lookup(self, requests: list[Request], depth: int) -> Lookup:
@@ -116,7 +138,10 @@ class Backend(Protocol):
         ...
 
     def verify(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:
-        """Run the target once over every row's chunk and its first verify_k drafts, and accept."""
+        """Run the target once over every row's chunk and its first verify_k drafts, and accept.
+
+        A backend that filled `branches` verifies drafts.trees instead where there are some.
+        """
         ...
 
     def forget(self, request: Request) -> None:

@@ -38,7 +38,10 @@ def commit(batch: Batch, drafts: Drafts, verified: Verified, rules: StopRules) -
     """Append each row's accepted run and bring its KV marks up to date; nothing is freed here."""
     rows = len(batch)
     emitted, truncated = np.zeros(rows, np.int16), np.zeros(rows, np.uint8)
-    emits = batch.emits
+    emits, drafted = batch.emits, drafts.count
+    if drafts.trees is not None:
+        drafted = np.maximum(drafted, drafts.trees.counts)
+    on_chain = verified.accepted if verified.on_chain is None else verified.on_chain
     for row, request in enumerate(batch.requests):
         request.computed += int(batch.chunk[row])
         if not emits[row]:
@@ -49,13 +52,13 @@ def commit(batch: Batch, drafts: Drafts, verified: Verified, rules: StopRules) -
         emitted[row] = kept
         request.draft_computed += drafts.caught_up.get(row, 0)
         if (read := int(drafts.read_by_draft[row])) >= 0:
-            request.draft_computed = len(request.tokens) + min(run - 1, read)
+            request.draft_computed = len(request.tokens) + min(int(on_chain[row]), read)
         request.tokens.extend(tokens[:kept])
         if row in verified.logprobs:
             request.logprobs += verified.logprobs[row][:kept]
         request.computed += kept - 1
         request.steps += 1
-        request.drafted += int(drafts.count[row])
+        request.drafted += int(drafted[row])
         request.accepted += int(verified.accepted[row])
         request.recent_accept += (1 - RECENT_DECAY) * (kept - request.recent_accept)
     return Committed(emitted, truncated)

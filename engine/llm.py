@@ -8,6 +8,7 @@ import torch
 
 from parlay.engine.draft_format import load_draft
 from parlay.engine.linear import can_pack
+from parlay.engine.medusa_format import OfTarget, load_heads
 from parlay.engine.runner import Model, load_model
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS, EngineConfig
 from parlay.engine.tokenizer import Tokenizer
@@ -27,12 +28,14 @@ def load_backend(
     device: str = "cpu",
     threads: int = 1,
     config: EngineConfig | None = None,
+    medusa: str | Path | None = None,
 ) -> tuple[TorchBackend, Tokenizer]:
     """Load a backend and its tokenizer.
 
     model: a checkpoint's folder, None the default model. draft: a file of `parlay distill draft`, a
     checkpoint's folder with the target's tokenizer, "none", or None for the one that is shipped
-    with the default model. dtype "auto": bfloat16 where the device is fast in it. Raises
+    with the default model. medusa: a file of `parlay distill medusa` or a public checkpoint's
+    folder, None: no heads. dtype "auto": bfloat16 where the device is fast in it. Raises
     ValueError.
     """
     if threads < 1:
@@ -60,7 +63,12 @@ def load_backend(
             f"the draft model's context is {drafter.model.config.context} tokens, the engine's"
             f" {config.context_tokens}: take another draft or set context_tokens"
         )
-    return TorchBackend(target, drafter, config), load_tokenizer(folder)
+    heads = None
+    if medusa is not None:
+        head = weights.get("lm_head.weight", embedding)
+        own = target.embedding
+        heads = load_heads(Path(medusa), OfTarget(sizes, own, head.to(own.device, own.dtype)))
+    return TorchBackend(target, drafter, config, heads=heads), load_tokenizer(folder)
 
 
 def draft_window_tokens(draft: str | Path | None, context_tokens: int) -> int:

@@ -73,6 +73,7 @@ def outcome_of(
 ) -> StepOutcome:
     """Return what the step did, to be told to the policy."""
     proposer = np.where(fit.k > 0, fit.proposer, Proposer.NONE).astype(np.uint8)
+    on_chain = verified.on_chain
     followed = np.where(fit.follows, int(source), int(PlanSource.DEFAULT))
     return StepOutcome(
         request_id=view.request_id,
@@ -81,7 +82,7 @@ def outcome_of(
         requested_k=fit.k.astype(np.int16),
         drafted_k=drafts.count.astype(np.int16),
         verified_k=_verified_k(fit, drafts),
-        accepted=verified.accepted.astype(np.int16),
+        accepted=(verified.accepted if on_chain is None else on_chain).astype(np.int16),
         emitted=committed.emitted,
         match_tokens=view.match_tokens,
         truncated_by=committed.truncated_by,

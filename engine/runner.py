@@ -16,6 +16,7 @@ from parlay.engine.kernels import native
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.models import Llama
 from parlay.engine.spans import Spans
+from parlay.policies.types import Array
 
 
 class Model(Protocol):
@@ -91,6 +92,15 @@ class Runner:
         if self.taps:
             self._kept[self._slots(spans)] = tapped
         return hidden
+
+    def move(self, from_slots: Array, to_slots: Array) -> None:
+        """Copy what is kept of tokens in slots i64 [n] to others; all are read before a write."""
+        if len(from_slots):
+            device = self.model.device
+            source, target = (torch.from_numpy(s).to(device) for s in (from_slots, to_slots))
+            self.cache.move(source, target)
+            if self.taps:
+                self._kept[target] = self._kept[source]
 
     def states_before(
         self, spans: Spans, known: Sequence[int], layers: Sequence[int] | None = None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parlay.engine.backend import Backend, Batch
+from parlay.engine.backend import Backend, Batch, Drafts
+from parlay.engine.branches import least_worth, trees_of_drafts
 from parlay.engine.commit import FINISH, Committed, Detokenize, StopRules, commit
 from parlay.engine.planner import Planner
 from parlay.engine.report import outcome_of, view_of
@@ -23,8 +25,12 @@ from parlay.engine.request import (
 )
 from parlay.engine.scheduler import EngineConfig, Scheduler
 from parlay.engine.shadow import ShadowScorer
+from parlay.engine.tree import MOST_NODES, Trees
 from parlay.policies.allocate import fit_plan
-from parlay.policies.types import Fitted, Proposer, StepOutcome, Truncated
+from parlay.policies.types import Array, BatchView, Fitted, Plan, Proposer, StepOutcome, Truncated
+
+if TYPE_CHECKING:
+    from parlay.engine.stats_hub import StatsHub
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -48,6 +54,7 @@ class Engine:
         self.limits = backend.limits()
         self.rules = StopRules(frozenset(eos_ids), self.config.positions, detokenize)
         self.step_id = 0
+        self.stats: StatsHub | None = None
         self._ids = itertools.count(1)
         self._idle, self._step_end_s = True, 0.0
 
@@ -79,6 +86,8 @@ class Engine:
             next(self._ids), list(prompt), len(prompt), sampling, speculation, on_tokens
         )
         self.scheduler.add(request)
+        if self.stats is not None:
+            self.stats.arrived(request, self.backend.clock())
         return request
 
     def abort(self, request: Request) -> None:
@@ -91,6 +100,8 @@ class Engine:
     def step(self) -> StepOutcome | None:
         """Run one step over every scheduled request; None where there is nothing to do."""
         start_s = self.backend.clock() if self._idle else self._step_end_s
+        if not self.backend.keeps(self.scheduler.target):
+            self.scheduler.forget()
         requests, chunk = self.scheduler.schedule()
         self._idle = not requests
         if not requests:
@@ -100,20 +111,25 @@ class Engine:
         view = view_of(batch, self.scheduler, self.limits, self.step_id)
 
         plan, source = self.planner.plan(view)
-        fit = self._reserve(batch, fit_plan(plan, view))
+        fit = self._reserve(batch, fit_plan(plan, view), plan)
+        batch.shadow_k = self._watch(batch, fit, view)
         drafts = self.backend.propose(batch, fit, plan)
         if drafts.count.any():
             fit.verify_k = fit_plan(plan, view, drafts.count, drafts.confidences).verify_k
+            drafts.trees = self._trees(batch, fit, drafts, plan)
         verified = self.backend.verify(batch, drafts, fit.verify_k)
         self.shadow.offer(requests, lookup, batch.emits & (fit.proposer != Proposer.NGRAM))
+        self.shadow.watch(requests, drafts.watched)
         committed = commit(batch, drafts, verified, self.rules)
         self._settle(batch, committed)
 
-        shadow = self.shadow.score(requests)
+        shadow = self.shadow.score(requests, verified.overlaps)
         self._step_end_s = self.backend.clock()
         step_ms = 1e3 * (self._step_end_s - start_s)
         outcome = outcome_of(view, plan, source, fit, drafts, verified, committed, shadow, step_ms)
         self.planner.observe(outcome)
+        if self.stats is not None:
+            self.stats.stepped(requests, view, plan, source, outcome, self._step_end_s)
         self.step_id += 1
         try:
             self._deliver(batch, committed)
@@ -121,8 +137,8 @@ class Engine:
             self._idle = not self.has_work
         return outcome
 
-    def _reserve(self, batch: Batch, fit: Fitted) -> Fitted:
-        """Take blocks for the drafts; where they are short, k shrinks."""
+    def _reserve(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Fitted:
+        """Take blocks for the drafts; where they are short, k shrinks, and trees first of all."""
         for row in np.flatnonzero(fit.k):
             request = batch.requests[row]
             tokens, k = len(request.tokens), int(fit.k[row])
@@ -131,8 +147,30 @@ class Engine:
                 k = self.scheduler.reserve_draft(request, k)
             fit.k[row] = fit.verify_k[row] = k = max(k, 0)
             batch.target.reserve(request.request_id, tokens + k)
+        width = self.config.tree_width
+        for row in np.flatnonzero(fit.k) if width > 1 and least_worth(plan) < np.inf else ():
+            request = batch.requests[row]
+            nodes = min(int(fit.k[row]) * width, MOST_NODES)
+            batch.target.reserve(request.request_id, len(request.tokens) + nodes)
         fit.proposer[fit.k == 0] = Proposer.NONE
         return fit
+
+    def _trees(self, batch: Batch, fit: Fitted, drafts: Drafts, plan: Plan | None) -> Trees | None:
+        """Return what is verified instead of chains, None where those are best."""
+        if not drafts.branches:
+            return None
+        room = [batch.target.capacity(r.request_id) - len(r.tokens) for r in batch.requests]
+        return trees_of_drafts(drafts, fit, plan, np.asarray(room))
+
+    def _watch(self, batch: Batch, fit: Fitted, view: BatchView) -> Array:
+        """Take blocks for what the draft model guesses only to be observed; return i32 [rows]."""
+        rows = fit.shadow & (fit.proposer != Proposer.DRAFT_MODEL)
+        asked = self.shadow.asks(
+            batch.requests, view.max_k, rows & view.allows(Proposer.DRAFT_MODEL)
+        )
+        for row in np.flatnonzero(asked):
+            asked[row] = self.scheduler.reserve_draft(batch.requests[row], int(asked[row]))
+        return asked
 
     def _settle(self, batch: Batch, committed: Committed) -> None:
         """Give back the blocks of rejected drafts, and every block of what has finished."""
@@ -141,9 +179,7 @@ class Engine:
                 self.scheduler.finish(request, reason)
                 self.backend.forget(request)
             else:
-                batch.target.truncate(request.request_id, request.computed)
-                held = request.draft_computed - request.draft_start
-                batch.draft.truncate(request.request_id, held)
+                self.scheduler.settle(request)
 
     def _deliver(self, batch: Batch, committed: Committed) -> None:
         """Hand the new tokens out, last of all: a callback may abort or add requests.

@@ -102,8 +102,22 @@ def match_worth(
 
     survival f64 [k]: P(the best one's first 1 .. k tokens are right), as the plan has it; the rest
     i32 [m] as in `Candidates`. The others share what is left at the first place, 1 - survival[0],
-    in proportion to their counts: a shorter match only has what the longer ones leave unseen, one
-    in count + 1 (PPM, Cleary and Witten 1984). From there on they last like the best.
+    as `match_shares` has it; from there on they last like the best.
+    """
+    share = match_shares(match_tokens, match_count, guess_count)
+    if not len(share) or survival[0] <= 0.0:
+        return np.zeros((len(share), len(survival)))
+    first = (1.0 - survival[0]) * share / max(1.0 - share[0], 1e-9)
+    first[0] = survival[0]
+    worth: Array = first[:, None] * (np.asarray(survival, np.float64) / survival[0])
+    return worth
+
+
+def match_shares(match_tokens: Array, match_count: Array, guess_count: Array) -> Array:
+    """Return f64 [m]: how likely each n-gram continuation's first token is, by counts alone.
+
+    i32 [m] each, as in `Candidates`. A shorter match only has what the longer ones leave unseen,
+    one in count + 1 (PPM, Cleary and Witten 1984).
     """
     share, left, unseen = np.zeros(len(match_tokens)), 1.0, 1.0
     for i, (count, guesses) in enumerate(zip(match_count, guess_count, strict=True)):
@@ -111,12 +125,7 @@ def match_worth(
             left *= unseen
         unseen = 1.0 / (float(count) + 1.0)
         share[i] = left * float(guesses) * unseen
-    if not len(share) or survival[0] <= 0.0:
-        return np.zeros((len(share), len(survival)))
-    first = (1.0 - survival[0]) * share / max(1.0 - share[0], 1e-9)
-    first[0] = survival[0]
-    worth: Array = first[:, None] * (np.asarray(survival, np.float64) / survival[0])
-    return worth
+    return share
 
 
 def best_nodes(

@@ -111,12 +111,21 @@ def accept_trees(
         walked.path[sampled] = np.where(place < walked.accepted[sampled, None], place, -1)
     others = sorted(set(range(len(rows))) - set(sampled))
     found = [_row(requests, places, trees, i, engine_seed) for i in others]
-    _walk(logits, found)
+    if any(_is_greedy(row) for row in found):
+        choice = first_choices(logits).tolist()
+        for row in filter(_is_greedy, found):
+            while row.last < 0:
+                _follow(row, choice[row.start + 1 + row.at])
+    _walk(logits, [row for row in found if row.last < 0])
     for i, row in zip(others, found, strict=True):
         held = walked.accepted[i] = len(row.path)
         walked.path[i, :held] = row.path
         walked.tokens[i, : held + 1] = [row.tokens[n] for n in row.path] + [row.last]
     return walked
+
+
+def _is_greedy(row: _Row) -> bool:
+    return row.request.sampling.mode is SampleMode.GREEDY
 
 
 def _is_sampled(request: Request, row: int, law: DraftLaw | None) -> bool:
@@ -134,22 +143,14 @@ def _row(
 
 
 def _walk(logits: Tensor, rows: list[_Row]) -> None:
-    """Move every row a place further until each has its last token.
+    """Move sampled rows a place further until each has its last token.
 
     Laws are only made of nodes that are reached: most are not.
     """
     while rows:
         where = torch.tensor([r.start + 1 + r.at for r in rows], device=logits.device)
-        here = logits[where]
-        greedy = [i for i, r in enumerate(rows) if r.request.sampling.mode is SampleMode.GREEDY]
-        drawn = [i for i, r in enumerate(rows) if r.request.sampling.mode is not SampleMode.GREEDY]
-        if greedy:
-            choice = first_choices(here[greedy] if drawn else here).tolist()
-            for i, token in zip(greedy, choice, strict=True):
-                _follow(rows[i], token)
-        if drawn:
-            live = [rows[i] for i in drawn]
-            _step_drawn(probabilities(here[drawn], [r.request.sampling for r in live]), live)
+        laws = probabilities(logits[where], [r.request.sampling for r in rows])
+        _step_drawn(laws, rows)
         rows = [r for r in rows if r.last < 0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 
 from parlay.engine.distill.ask import TASK as ASKED_TASK
 from parlay.engine.distill.ask import asked
@@ -30,6 +31,7 @@ from parlay.engine.distill.talk import talk_prompts
 from parlay.engine.distill.train import Progress as Stand
 from parlay.engine.distill.train import train
 from parlay.engine.draft_format import load_draft, read_card, save_draft
+from parlay.engine.model_config import ModelConfig
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.tokenizer import load as load_tokenizer
@@ -73,24 +75,14 @@ class Settings:
 def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     """Run every stage, write the draft, and return its card."""
     torch.set_num_threads(1)
-    settings.work.mkdir(parents=True, exist_ok=True)
     folder = settings.model or default_model_dir()
     config, weights = load_checkpoint(folder)
-    taught = settings.work / f"answers-{settings.seed}"
-    tokenizer, layers = load_tokenizer(folder), state_layers(config)
-    with _bar(console, "ask prompts", settings.asked) as bar:
-        path = settings.work / f"asked-{settings.seed}.jsonl"
-        decoder = partial(Decoder, config, weights, LONGEST)
-        questions = asked(path, decoder, tokenizer, settings.asked, settings.seed, bar.add)
-    jobs = _training_jobs(settings, tokenizer, questions)
-    with _bar(console, "answer prompts", len(jobs)) as bar:
-        decoder = partial(Decoder, config, weights, LONGEST, layers)
-        answer(decoder, jobs, TRAIN_NEW_TOKENS, taught, bar.add)
+    texts = self_generated(settings, config, weights, console)
     target = target_of(config, weights, torch.bfloat16)
-    examples = [windowed(e, DRAFT_WINDOW_TOKENS) for e in read_shards(taught)]
+    examples = [windowed(e, DRAFT_WINDOW_TOKENS) for e in texts]
     vocab = frequent_ids((e.ids[e.prompt :] for e in examples), HEAD_ROWS)
     student = new_student(target, vocab)
-    with _bar(console, "train", 60 * settings.minutes) as bar:
+    with progress_bar(console, "train", 60 * settings.minutes) as bar:
 
         def report(state: Stand) -> None:
             bar.reach(state.used_s, f"loss {state.loss:.3f} agreed {state.agreed:.3f}")
@@ -107,6 +99,24 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
         "steps": state.steps,
     }
     return finish(settings, student, target.embedding, card, out, console)
+
+
+def self_generated(
+    settings: Settings, config: ModelConfig, weights: Mapping[str, Tensor], console: Console
+) -> Iterator[Example]:
+    """Let the target ask and answer what the work folder has not yet; return all its answers."""
+    settings.work.mkdir(parents=True, exist_ok=True)
+    taught = settings.work / f"answers-{settings.seed}"
+    tokenizer = load_tokenizer(settings.model or default_model_dir())
+    with progress_bar(console, "ask prompts", settings.asked) as bar:
+        path = settings.work / f"asked-{settings.seed}.jsonl"
+        decoder = partial(Decoder, config, weights, LONGEST)
+        questions = asked(path, decoder, tokenizer, settings.asked, settings.seed, bar.add)
+    jobs = _training_jobs(settings, tokenizer, questions)
+    with progress_bar(console, "answer prompts", len(jobs)) as bar:
+        decoder = partial(Decoder, config, weights, LONGEST, state_layers(config))
+        answer(decoder, jobs, TRAIN_NEW_TOKENS, taught, bar.add)
+    return read_shards(taught)
 
 
 def finish(
@@ -130,34 +140,50 @@ def finish(
 
 def measure(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
     """Measure the draft in a file on held-out prompts; print a table and return its figures."""
-    if "PARLAY_DATA" not in os.environ:
-        raise ValueError(
-            "measuring needs public prompts: set PARLAY_DATA to a folder with MT-Bench's"
-            " prompts/mt_bench_question.jsonl and HumanEval's prompts/HumanEval.jsonl.gz"
-        )
+    require_data()
     torch.set_num_threads(1)
-    settings.work.mkdir(parents=True, exist_ok=True)
     folder = settings.model or default_model_dir()
     config, weights = load_checkpoint(folder)
     target = target_of(config, weights, torch.bfloat16)
     drafter = _drafter(out, target.embedding)
-    held_out = settings.work / "held-out"
     card = read_card(out)
-    prompts = held_out_prompts(Path(os.environ["PARLAY_DATA"]), card.get("prompts", []))
-    jobs = _jobs(load_tokenizer(folder), prompts)
-    with _bar(console, "answer held-out prompts", len(jobs)) as bar:
-        decoder = partial(Decoder, config, weights, LONGEST)
-        answer(decoder, jobs, MEASURE_NEW_TOKENS, held_out, bar.add)
-    asked = {tuple(job.prompt) for job in jobs}
-    answers = [e for e in read_shards(held_out) if tuple(e.ids[: e.prompt]) in asked]
+    answers = held_out_answers(settings, config, weights, card, console)
     layers = drafter.body.config.state_layers
-    with _bar(console, "draft at every position", len(answers)) as bar:
+    with progress_bar(console, "draft at every position", len(answers)) as bar:
         accepted = by_task(drafter, (_served(e, target, layers) for e in answers), bar.add)
     table = Table("task", *(f"k={k}" for k in range(1, DEPTH + 1)), title="accepted tokens, mean")
     for task, means in accepted.items():
         table.add_row(task, *(f"{m:.2f}" for m in means))
     Console().print(table)
     return {**card, "accepted": accepted}
+
+
+def require_data() -> None:
+    """Raise ValueError where the prompts to measure on are not told of."""
+    if "PARLAY_DATA" not in os.environ:
+        raise ValueError(
+            "measuring needs public prompts: set PARLAY_DATA to a folder with MT-Bench's"
+            " prompts/mt_bench_question.jsonl and HumanEval's prompts/HumanEval.jsonl.gz"
+        )
+
+
+def held_out_answers(
+    settings: Settings,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    card: Mapping[str, Any],
+    console: Console,
+) -> list[Example]:
+    """Return the target's greedy answers to prompts that what has this card did not learn from."""
+    settings.work.mkdir(parents=True, exist_ok=True)
+    folder = settings.work / "held-out"
+    prompts = held_out_prompts(Path(os.environ["PARLAY_DATA"]), card.get("prompts", []))
+    jobs = _jobs(load_tokenizer(settings.model or default_model_dir()), prompts)
+    with progress_bar(console, "answer held-out prompts", len(jobs)) as bar:
+        decoder = partial(Decoder, config, weights, LONGEST)
+        answer(decoder, jobs, MEASURE_NEW_TOKENS, folder, bar.add)
+    asked_now = {tuple(job.prompt) for job in jobs}
+    return [e for e in read_shards(folder) if tuple(e.ids[: e.prompt]) in asked_now]
 
 
 def _drafter(path: Path, embedding: torch.Tensor) -> Drafter:
@@ -215,7 +241,8 @@ class _Bar:
 
 
 @contextmanager
-def _bar(console: Console, what: str, total: float) -> Iterator[_Bar]:
+def progress_bar(console: Console, what: str, total: float) -> Iterator[_Bar]:
+    """Show one bar while the block runs."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         yield _Bar(progress, what, total)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,13 +101,21 @@ def _read_states(rows: list[Example], width: int, rng: random.Random) -> Tensor:
     return read
 
 
+class Trainee(Protocol):
+    """What an optimizer trains."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights by name."""
+        ...
+
+
 class Optimizer:
-    """Float32 masters of the student's weights: Muon for all matrices but the head's, else AdamW.
+    """Float32 masters of a student's weights: Muon for all matrices but the head's, else AdamW.
 
     At equal time Muon was far ahead of AdamW alone.
     """
 
-    def __init__(self, student: Student) -> None:
+    def __init__(self, student: Trainee) -> None:
         named = student.tensors()
         self.live = list(named.values())
         self.master = [p.detach().float().clone() for p in self.live]
@@ -114,11 +123,10 @@ class Optimizer:
         for name, master in zip(named, self.master, strict=True):
             groups[_share(name, master)].append(master)
         adam = torch.optim.AdamW(groups[HEAD_SHARE], betas=(0.9, 0.98), weight_decay=0.0)
-        self.parts: list[tuple[torch.optim.Optimizer, float]] = [
-            (adam, HEAD_SHARE),
-            (_muon(groups[1.0]), 1.0),
-            (_muon(groups[STATE_SHARE]), STATE_SHARE),
-        ]
+        self.parts: list[tuple[torch.optim.Optimizer, float]] = [(adam, HEAD_SHARE)]
+        for share in (1.0, STATE_SHARE):
+            if groups[share]:
+                self.parts.append((_muon(groups[share]), share))
 
     def step(self, rate: float) -> None:
         """Apply the gradients of the live weights and clear them."""
@@ -143,7 +151,7 @@ def _share(name: str, weight: Tensor) -> float:
     """Return a weight's share of the rate, which tells its optimizer too."""
     if name == "state_proj.weight":
         return STATE_SHARE
-    return 1.0 if ".layers." in name and weight.dim() == 2 else HEAD_SHARE
+    return 1.0 if weight.dim() == 2 and name != "lm_head.weight" else HEAD_SHARE
 
 
 def _muon(matrices: list[Tensor]) -> torch.optim.Optimizer:

@@ -30,7 +30,7 @@ class NativeOnward:
         places: Sequence[int],
         passes: int,
     ) -> None:
-        self._model, self._struct = model, model.struct(cache)
+        self._model, self._struct = model, cache.model
         self._blocks = np.asarray([block for table in tables for block in table], np.int32)
         sizes = [self._blocks.itemsize * len(table) for table in tables]
         begins = itertools.accumulate(sizes[:-1], initial=self._blocks.ctypes.data)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from parlay.engine.backend import Batch
+from parlay.engine.branches import Branch
 from parlay.engine.proposers.onward import Onward, onward
+from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
@@ -36,7 +38,7 @@ class DraftRun:
     holds for good.
 
     caught_up: how many unread tokens were read of batch rows that still have some, and so drafted
-    nothing; their `read` is -1.
+    nothing; their `read` is -1. branches: what may stand beside the tokens of batch rows.
     """  # noqa: D205
 
     count: Array
@@ -46,6 +48,7 @@ class DraftRun:
     law: DraftLaw
     read: Array
     caught_up: dict[int, int]
+    branches: dict[int, list[Branch]]
 
     def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
         """Return the guesses of batch rows rows[seen] to be matched, by row; nothing verifies them.
@@ -89,8 +92,13 @@ class DraftModelProposer:
         self.reads_states = bool(runner.model.config.state_layers)
         self._host_ids = ids.cpu().numpy()
 
-    def propose(self, batch: Batch, rows: Array, k: Array, plan: Plan | None) -> DraftRun:
-        """Draft up to k[row] tokens for each batch row of `rows`, all of which are at least 1."""
+    def propose(
+        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
+    ) -> DraftRun:
+        """Draft up to k[row] tokens for each batch row of `rows`, all of which are at least 1.
+
+        beside: how many next-best tokens of each place of greedy rows become branches.
+        """
         deepest = np.argsort(-k[rows], kind="stable")
         order = rows[deepest]
         requests = [batch.requests[r] for r in order]
@@ -102,11 +110,12 @@ class DraftModelProposer:
             {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids
         )
         stop = plan.stop_rule if plan else StopRule()
+        siblings = Siblings(beside, order, self._host_ids)
         reach, alive = np.ones(len(order)), np.flatnonzero(depth)
         logits, passes = self._catch_up(batch, requests, share, alive), 1
         while True:
             place = passes - 1
-            chosen, peak, own = self._choose(logits, requests, alive, place, law)
+            chosen, peak, own = self._choose(logits, requests, alive, place, law, siblings)
             confidence[alive, place] = peak
             if stop.kind is not StopKind.NONE:
                 reach[alive] *= estimate(plan, peak)
@@ -129,7 +138,7 @@ class DraftModelProposer:
         read = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
         read[late] = -1
         part = dict(zip(rows[late].tolist(), share[back][late].tolist(), strict=True))
-        return DraftRun(count, guess, confidence, passes, law, read, part)
+        return DraftRun(count, guess, confidence, passes, law, read, part, siblings.branches)
 
     def _shares(self, requests: Sequence[Request]) -> tuple[Array, Array]:
         """Return how many unread tokens of each request are read now, i64, and which are not all.
@@ -182,13 +191,22 @@ class DraftModelProposer:
         return states.to(device=model.device, dtype=model.dtype)
 
     def _choose(
-        self, logits: Tensor, requests: Sequence[Request], alive: Array, place: int, law: DraftLaw
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        alive: Array,
+        place: int,
+        law: DraftLaw,
+        siblings: Siblings,
     ) -> tuple[Array, Array, Array]:
         """Return rows `alive`'s token ids, their laws' largest probability, and the token's own."""
         p = torch.softmax(logits.float(), -1)
         choice, peak = likeliest(p)
         live = [requests[row] for row in alive.tolist()]
         drawn = [i for i, r in enumerate(live) if r.sampling.temperature > 0.0]
+        if siblings.count and len(drawn) < len(live):
+            greedy = np.setdiff1d(np.arange(len(live)), drawn)
+            siblings.see(p[torch.from_numpy(greedy)], choice[greedy], alive[greedy], place)
         if not drawn:
             return self._host_ids[choice], peak, peak
         q = probabilities(logits[drawn], [live[i].sampling for i in drawn])

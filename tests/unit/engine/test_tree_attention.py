@@ -12,7 +12,6 @@ from torch import Tensor
 
 from parlay.engine.attention.paged import PagedKV, plan_ragged
 from parlay.engine.attention.sdpa import SdpaAttention
-from parlay.engine.kernels.native import NativeKV
 from parlay.engine.models import Llama
 from parlay.engine.request import Request, SampleMode, SamplingParams
 from parlay.engine.runner import Runner
@@ -118,10 +117,9 @@ def test_the_accepted_path_moves_to_where_plain_decoding_would_have_put_it(model
     runner.read(fed, spans)
     # Row 0's nodes 1, 5, 6; all of row 2's chain; row 4's node 3.
     path = np.asarray([[1, 5, 6], [0, 1, 2], [3, -1, -1]])
-    source, target = (torch.from_numpy(s) for s in kept_nodes(spans, path, SIZE))
+    source, target = kept_nodes(spans, path, SIZE)
     assert len(source) == 4, "a chain stays where it is"
-    runner.cache.move(source, target)
-    runner._kept[target] = runner._kept[source]
+    runner.move(source, target)
     for r, nodes in zip(chosen, path.tolist(), strict=True):
         line = texts()[r] + [NODES[r][0][n] for n in nodes if n >= 0]
         plain.read([line], Spans([TABLES[r]], [0], [len(line)]))
@@ -132,29 +130,6 @@ def test_the_accepted_path_moves_to_where_plain_decoding_would_have_put_it(model
             for one in (runner, plain)
         )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_native_blocks_move_as_they_lie() -> None:
-    blocks, heads, dim, size = 5, 3, 8, 16
-    rng = torch.Generator().manual_seed(0)
-    plain = [torch.randn(blocks, heads, size, dim, generator=rng).bfloat16() for _ in range(4)]
-    keys = [
-        p.view(blocks, heads, size, dim // 2, 2).transpose(2, 3).contiguous().view_as(p)
-        for p in plain[:2]
-    ]
-    cache = NativeKV(keys, [p.clone() for p in plain[2:]], None)
-    # Overlapping: 17 is read for 16 and written from 18.
-    source, target = torch.tensor([17, 18, 19, 70]), torch.tensor([16, 17, 63, 3])
-    cache.move(source, target)
-    for p in plain:
-        flat = p.transpose(1, 2).reshape(blocks * size, heads, dim)
-        flat[target] = flat[source]
-        p.copy_(flat.view(blocks, size, heads, dim).transpose(1, 2))
-    for got, p in zip(cache.keys, plain[:2], strict=True):
-        back = got.view(blocks, heads, dim // 2, size, 2).transpose(2, 3).reshape(p.shape)
-        assert torch.equal(back, p)
-    for got, p in zip(cache.values, plain[2:], strict=True):
-        assert torch.equal(got, p)
 
 
 def random_trees(rng: np.random.Generator, requests: list[Request], right: list[int]) -> Trees:

@@ -89,3 +89,22 @@ def test_a_node_gets_the_very_bits_of_its_path_alone(shape: str) -> None:
         expected = alone.read([[*line, 7]], Spans([TABLES[row]], [0], [len(line) + 1]))[-1]
         mine = runner.read([[7]], Spans([TABLES[row]], [len(line)], [1]))[0]
         torch.testing.assert_close(mine, expected, atol=0, rtol=0)
+
+
+def test_blocks_move_as_they_lie() -> None:
+    model = model_of("share 3")
+    cache, rng = model.new_cache(5, 16), torch.Generator().manual_seed(0)
+    heads, dim = model.config.kv_heads, model.config.head_dim
+    for held in (*cache.keys, *cache.values):
+        held.copy_(torch.randn(held.shape, generator=rng))
+    # By slot: pairs of a key's numbers lie 16 positions apart, values one behind the other.
+    keys = [k.view(5, heads, dim // 2, 16, 2).permute(0, 3, 1, 2, 4) for k in cache.keys]
+    values = [v.transpose(1, 2) for v in cache.values]
+    # Overlapping: 17 is read for 16 and written from 18.
+    source, target = torch.tensor([17, 18, 19, 70]), torch.tensor([16, 17, 63, 3])
+    expected = [held.flatten(0, 1).clone() for held in (*keys, *values)]
+    for slots in expected:
+        slots[target] = slots[source]
+    cache.move(source, target)
+    for held, slots in zip((*keys, *values), expected, strict=True):
+        assert torch.equal(held.flatten(0, 1), slots)

@@ -1,0 +1,215 @@
+"""The files that Medusa heads come in: our own, and the layout of public Medusa checkpoints.
+
+Ours is safetensors by the names of `HeadsConfig.tensor_shapes`: a matrix NAME is int8 beside
+NAME.scale float16 [rows], a vector bfloat16; `vocab` int32 [rows] names the rows of the target's
+head that the heads use. Those rows and the embedding are the target's, so the file has only the
+embedding's fingerprint. Metadata `heads`: JSON with version, config, target_embedding and card (how
+they were made and what they were measured at).
+
+A public one is a folder with config.json (medusa_num_heads, medusa_num_layers) and
+medusa_lm_head.pt or .safetensors with `{head}.{block}.linear.weight` and `.bias`, and
+`{head}.{blocks}.weight` for the output layer, with or without `medusa_head.` before
+(github.com/FasterDecoding/Medusa).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from parlay.engine.draft_format import fingerprint
+from parlay.engine.int8_rows import quantised, widened
+from parlay.engine.medusa_heads import Heads, HeadsConfig, PlainHeads, RootedHeads
+from parlay.engine.model_config import ModelConfig, read_json
+
+FORMAT_VERSION = 1
+SHIPPED_HEADS = Path(__file__).parent / "data" / "medusa-smollm2-135m.safetensors"
+PUBLIC_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+_PREFIX = "medusa_head."
+_MEND = "make them again with `parlay distill medusa`"
+_UNREADABLE = (
+    SafetensorError, OSError, EOFError, RuntimeError, KeyError, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class OfTarget:
+    """What heads use of their target: its sizes, and its embedding and head [vocab, hidden] in the
+    dtype and on the device that the heads are to run in.
+    """  # noqa: D205
+
+    config: ModelConfig
+    embedding: Tensor
+    head: Tensor
+
+
+def save_heads(
+    path: Path,
+    config: HeadsConfig,
+    weights: Mapping[str, Tensor],
+    ids: Tensor,
+    embedding: Tensor,
+    card: Mapping[str, Any],
+) -> None:
+    """Write rooted heads for the target that reads `embedding`, whole or not at all.
+
+    ids i64 [config.vocab]: rows of the target's head; card: JSON-able facts about them.
+    """
+    tensors: dict[str, Tensor] = {"vocab": ids.to(torch.int32)}
+    for name in config.tensor_shapes():
+        if weights[name].dim() == 1:
+            tensors[name] = weights[name].detach().bfloat16()
+        else:
+            tensors[name], tensors[f"{name}.scale"] = quantised(weights[name])
+    header = {
+        "version": FORMAT_VERSION,
+        "config": dataclasses.asdict(config),
+        "target_embedding": fingerprint(embedding),
+        "card": dict(card),
+    }
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, {"heads": json.dumps(header, sort_keys=True)})
+    part.rename(path)
+
+
+def load_heads(path: Path, target: OfTarget) -> Heads:
+    """Load heads from a file of ours or a public checkpoint's folder.
+
+    Raises ValueError in one line where they are missing or damaged, or were made for another
+    target.
+    """
+    return load_public(path, target) if path.is_dir() else load_rooted(path, target)
+
+
+def load_rooted(path: Path, target: OfTarget) -> RootedHeads:
+    """Load heads of `parlay distill medusa`; raises as load_heads."""
+    header, tensors = _read(path)
+    config = _config(path, header)
+    if header.get("target_embedding") != fingerprint(target.embedding):
+        raise ValueError(f"heads {path} were made for another target model; {_MEND} --model TARGET")
+    ids = tensors.get("vocab")
+    if ids is None or tuple(ids.shape) != (config.vocab,) or not _within(ids, target.config.vocab):
+        raise ValueError(f"heads {path} are damaged (their token ids); {_MEND}")
+    if config.hidden != target.config.hidden or config.state_layers[-1] != target.config.layers:
+        raise ValueError(f"heads {path} are damaged (config: not the target's sizes); {_MEND}")
+    weights = {
+        name: _matrix_or_vector(path, name, shape, tensors)
+        for name, shape in config.tensor_shapes().items()
+    }
+    return RootedHeads(config, weights, target.embedding, target.head, ids.long())
+
+
+def read_heads_card(path: Path) -> dict[str, Any]:
+    """Return the facts that heads were saved with; raises ValueError as load_heads."""
+    card = _read(path)[0].get("card")
+    return card if isinstance(card, dict) else {}
+
+
+def load_public(path: Path, target: OfTarget) -> PlainHeads:
+    """Load a public Medusa checkpoint's folder; raises as load_heads."""
+    config = read_json(path / "config.json")
+    heads, blocks = (_count(path, config, f"medusa_num_{n}") for n in ("heads", "layers"))
+    stored = _public_tensors(path)
+    hidden, vocab = target.config.hidden, target.config.vocab
+
+    def get(name: str, *shape: int) -> Tensor:
+        if name not in stored:
+            raise ValueError(f"heads {path}: {name} is missing, which config.json promises")
+        found = stored[name]
+        if tuple(found.shape) != shape:
+            raise ValueError(
+                f"heads {path}: {name} is {list(found.shape)}, this target needs {list(shape)}"
+            )
+        return found
+
+    residual = [
+        [
+            (get(f"{i}.{j}.linear.weight", hidden, hidden), get(f"{i}.{j}.linear.bias", hidden))
+            for j in range(blocks)
+        ]
+        for i in range(heads)
+    ]
+    outputs = [get(f"{i}.{blocks}.weight", vocab, hidden) for i in range(heads)]
+    like = target.embedding
+    return PlainHeads(residual, outputs, target.config.layers, like.dtype, like.device)
+
+
+def _public_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a public checkpoint by their names without prefix."""
+    file = next((path / name for name in PUBLIC_NAMES if (path / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"no Medusa heads in {path}: it needs {' or '.join(PUBLIC_NAMES)}")
+    try:
+        if file.suffix == ".pt":
+            stored = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            stored = load_file(file)
+    except _UNREADABLE as error:
+        reason = (str(error).splitlines() or ["unreadable"])[0]
+        raise ValueError(f"heads {file} cannot be read ({reason})") from None
+    if not isinstance(stored, dict) or not all(isinstance(t, Tensor) for t in stored.values()):
+        raise ValueError(f"heads {file} are not a table of tensors")
+    return {str(name).removeprefix(_PREFIX): t for name, t in stored.items()}
+
+
+def _count(path: Path, config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"heads {path}: config.json needs {key}, a whole number of at least 1")
+    return value
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise ValueError(f"heads {path} are missing; {_MEND}")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            header = json.loads((opened.metadata() or {}).get("heads", "null"))
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"heads {path} are damaged ({error}); {_MEND}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} holds no heads of `parlay distill medusa`")
+    if header.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"heads {path} have format {header.get('version')}, this parlay reads {FORMAT_VERSION};"
+            f" {_MEND}"
+        )
+    return header, tensors
+
+
+def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
+    try:
+        fields = dict(header["config"])
+        tuples = {name: tuple(fields[name]) for name in ("blocks", "ffn", "state_layers")}
+        return HeadsConfig(**{**fields, **tuples})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"heads {path} are damaged (config: {error}); {_MEND}") from None
+
+
+def _within(ids: Tensor, count: int) -> bool:
+    return bool(((ids >= 0) & (ids < count)).all())
+
+
+def _matrix_or_vector(
+    path: Path, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]
+) -> Tensor:
+    w, scale = tensors.get(name), tensors.get(f"{name}.scale")
+    if w is None or tuple(w.shape) != shape:
+        raise ValueError(f"heads {path} are damaged ({name}); {_MEND}")
+    if w.dtype != torch.int8:
+        return w.bfloat16()
+    if scale is None or scale.shape != w.shape[:1]:
+        raise ValueError(f"heads {path} are damaged ({name}.scale); {_MEND}")
+    return widened(w, scale)

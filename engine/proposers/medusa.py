@@ -1,0 +1,149 @@
+"""Medusa proposer: heads guess a chain of tokens from the target's state of its last position.
+
+That is the state from which the target made the row's last token; the target's runner has kept it,
+so that there is nothing to catch up with. Guesses are point masses: rejection sampling needs no law
+of theirs, and whether a place is guessed depends on no draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parlay.engine.backend import Batch
+from parlay.engine.branches import Branch
+from parlay.engine.medusa_heads import Heads, children
+from parlay.engine.proposers.draft_model import keeps_drafting
+from parlay.engine.proposers.siblings import Siblings
+from parlay.engine.request import Request, SampleMode
+from parlay.engine.runner import Runner
+from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
+from parlay.engine.spans import Spans
+from parlay.policies.calibration import calibrated
+from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
+
+
+@dataclass(slots=True)
+class HeadsRun:
+    """What the heads guessed for their rows: count i32 [rows], tokens i64 [rows, K], -1 beyond
+    count, and confidences f32 [rows, K], each place's largest probability, nan where no head ran;
+    branches: what may stand beside the tokens of batch rows.
+    """  # noqa: D205
+
+    count: Array
+    tokens: Array
+    confidences: Array
+    branches: dict[int, list[Branch]]
+
+
+class MedusaProposer:
+    """Heads on the target's device; target: keeps the states of the layers that they read."""
+
+    def __init__(self, heads: Heads, engine_seed: int, target: Runner) -> None:
+        self.heads, self.engine_seed, self.target = heads, engine_seed, target
+        self._host_ids = heads.ids.cpu().numpy()
+
+    def propose(
+        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
+    ) -> HeadsRun:
+        """Guess up to k[row] tokens, at most `heads.heads`, for each batch row of `rows`.
+
+        A row of whose tokens the target has more to read than the last gets none. beside: how many
+        next-best tokens of each place become branches.
+        """
+        requests = [batch.requests[r] for r in rows]
+        wanted = np.minimum(k[rows], self.heads.heads) * [is_read(r) for r in requests]
+        depth = int(wanted.max(initial=0))
+        guess = np.full((len(rows), depth), -1, np.int64)
+        confidence = np.full((len(rows), depth), np.nan, np.float32)
+        stop = plan.stop_rule if plan else StopRule()
+        siblings = Siblings(beside, rows, self._host_ids)
+        alive = np.flatnonzero(wanted)
+        reach = np.ones(len(alive))
+        if depth:
+            x, token = self._begin(batch, [requests[i] for i in alive])
+        for place in range(depth):
+            x, logits = self.heads.step(place, x, token)
+            chosen, peak, own = self._choose(logits, [requests[i] for i in alive], place)
+            if beside:
+                siblings.see(torch.softmax(logits.float(), -1), chosen, alive, place)
+            confidence[alive, place] = peak
+            reach = reach * _estimate(plan, peak)
+            go = keeps_drafting(stop, reach, logits, place)
+            guess[alive[go], place] = self._host_ids[chosen[go]]
+            if stop.kind is StopKind.PROBABILITY:
+                # The token that falls below the threshold is kept; guessing ends behind it.
+                go &= own >= stop.threshold
+            go &= wanted[alive] > place + 1
+            if not go.any():
+                break
+            alive, reach = alive[go], reach[go]
+            x = x[torch.from_numpy(np.flatnonzero(go)).to(x.device)]
+            token = torch.from_numpy(guess[alive, place]).to(x.device)
+        count = (guess >= 0).sum(1).astype(np.int32)
+        return HeadsRun(count, guess, confidence, siblings.branches)
+
+    def children(self, batch: Batch, rows: Array, b: int) -> tuple[Array, Array]:
+        """Return the b likeliest tokens i64 [rows, heads, b] of every place and probabilities f32.
+
+        Rows must be read up to their last token; see `medusa_heads.children`.
+        """
+        requests = [batch.requests[r] for r in rows]
+        assert all(map(is_read, requests)), "a row is not read up to its last token"
+        states, roots = self._states(batch, requests)
+        ids, probs = children(self.heads, states, roots, min(b, len(self.heads.ids)))
+        return ids.cpu().numpy(), probs.cpu().numpy()
+
+    def _begin(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        states, roots = self._states(batch, requests)
+        return self.heads.begin(states), roots
+
+    def _states(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Return each request's states of its last computed position, and its last token."""
+        known = [r.computed for r in requests]
+        tables = [batch.target.tables[r.request_id] for r in requests]
+        spans = Spans(tables, known, [1] * len(requests))
+        device = self.heads.ids.device
+        states = self.target.states_before(spans, known, self.heads.state_layers)
+        return states.to(device), torch.tensor([r.tokens[-1] for r in requests], device=device)
+
+    def _choose(
+        self, logits: Tensor, requests: Sequence[Request], place: int
+    ) -> tuple[Array, Array, Array]:
+        """Return the rows of the logits chosen, the laws' largest probability, and the choice's.
+
+        The likeliest, but for a coupled request: there what the target's own noise makes of the
+        heads' law.
+        """
+        p = torch.softmax(logits.float(), -1)
+        peak, best = p.max(-1)
+        choice: Array = best.cpu().numpy()
+        drawn = [i for i, r in enumerate(requests) if r.sampling.mode is SampleMode.COUPLED]
+        if drawn:
+            q = probabilities(logits[drawn], [requests[i].sampling for i in drawn])
+            keys = [self._key(requests[i], place) for i in drawn]
+            choice[drawn] = race(q, keys, self.heads.ids).cpu().numpy()
+        own = p[torch.arange(len(requests)), torch.from_numpy(choice).to(p.device)]
+        return choice, peak.cpu().numpy(), own.cpu().numpy()
+
+    def _key(self, request: Request, place: int) -> int:
+        """Return the key of the target's own draw at a place."""
+        position = request.output_tokens + place
+        return draw_key(request_key(request, self.engine_seed), position, Purpose.COUPLED)
+
+
+def is_read(request: Request) -> bool:
+    """Say whether the target has read all of a request's tokens but the last."""
+    return request.pending == 1
+
+
+def _estimate(plan: Plan | None, peak: Array) -> Array:
+    """Return what the plan thinks of places whose likeliest token has probability `peak`."""
+    if plan is None or plan.calibration is None:
+        return peak
+    slope, offset = plan.calibration[Proposer.MEDUSA]
+    return calibrated(peak, float(slope), float(offset))
