@@ -49,7 +49,7 @@ def demo(
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to say to the model; - reads standard input")],
-    model: Annotated[Path | None, typer.Option(help="a Hugging Face Llama folder")] = None,
+    model: Annotated[Path | None, typer.Option(help="a Hugging Face checkpoint's folder")] = None,
     policy: Annotated[
         str | None, typer.Option(help="what decides on speculation [default: goodput]")
     ] = None,

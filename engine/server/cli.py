@@ -19,6 +19,9 @@ def engine(
     draft: Annotated[
         str | None, typer.Option(help="a draft model's file or folder, or none")
     ] = None,
+    medusa: Annotated[
+        Path | None, typer.Option(help="Medusa heads: a file or a public checkpoint's folder")
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="what decides on speculation [default: goodput]")
     ] = None,
@@ -59,7 +62,7 @@ def engine(
             from parlay.engine.server.launch import Model, engine_name, open_service, open_stats
             from parlay.engine.server.serve import HttpServer
 
-            load = Model(model, draft, dtype, max_running, context)
+            load = Model(model, draft, dtype, max_running, context, medusa)
             known_as = engine_name(bound.getsockname()[1])
             watched = None if stats is None else stack.enter_context(open_stats(stats, known_as))
             with open_service(load, chosen, values, sidecar, known_as) as service:

@@ -38,6 +38,7 @@ class Model:
     dtype: str = "auto"
     max_running: int = 16
     context_tokens: int | None = None
+    medusa: Path | None = None
 
     @property
     def name(self) -> str:
@@ -55,7 +56,9 @@ def open_service(
     """
     folder = default_model_dir() if model.folder is None else model.folder
     config = _config(model, load_config(folder).context)
-    backend, tokenizer = load_backend(model.folder, model.draft, model.dtype, config=config)
+    backend, tokenizer = load_backend(
+        model.folder, model.draft, model.dtype, config=config, medusa=model.medusa
+    )
     planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
