@@ -14,103 +14,11 @@ functions of the committed text, so all may shape a tree of deterministic childr
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from parlay.policies.types import Array
-
-
-@dataclass(slots=True)
-class Shape:
-    """Nodes in falling worth: parent i32 [n] (-1: the root), rank i32 [n] among a node's children
-    (0: the drafter's first choice), depth i32 [n], worth f64 [n].
-    """  # noqa: D205
-
-    parent: Array
-    rank: Array
-    depth: Array
-    worth: Array
-
-
-def best_shape(estimates: Array, nodes: int) -> Shape:
-    """Return the tree of `nodes` nodes with the most accepted drafts to be expected.
-
-    estimates f64 [depth, width]: P(the drafter's token of rank r is right at a place, given that
-    the path before it is), e.g. Medusa heads' measured top-b accuracies. A smaller budget's tree is
-    the first nodes of this one, so one shape serves rows of every budget.
-    """
-    ranks = np.argsort(-estimates, axis=1, kind="stable")
-    ranked = np.take_along_axis(estimates, ranks, 1)
-    made: list[tuple[int, int, int, float]] = []
-    # (-worth, depth, when queued, parent, index into the place's ranks, the parent's worth)
-    queue = [(-float(ranked[0, 0]), 0, 0, -1, 0, 1.0)] if ranked.size else []
-    queued = 1
-    while queue and len(made) < nodes:
-        negative, depth, _, parent, at, before = heapq.heappop(queue)
-        worth = -negative
-        if worth <= 0.0:
-            break
-        made.append((parent, int(ranks[depth, at]), depth, worth))
-        if at + 1 < ranked.shape[1]:
-            next_best = -before * float(ranked[depth, at + 1])
-            heapq.heappush(queue, (next_best, depth, queued, parent, at + 1, before))
-        if depth + 1 < len(ranked):
-            child = -worth * float(ranked[depth + 1, 0])
-            heapq.heappush(queue, (child, depth + 1, queued + 1, len(made) - 1, 0, worth))
-        queued += 2
-    columns = np.asarray(made, np.float64).reshape(-1, 4).T
-    whole = columns[:3].astype(np.int32)
-    return Shape(whole[0], whole[1], whole[2], columns[3])
-
-
-def merge(continuations: Array, worth: Array, nodes: int) -> tuple[Array, Array, Array]:
-    """Merge several continuations into a tree; return tokens i64, parent i32, worth f64 [n].
-
-    continuations i64 [m, k], the best first, -1 beyond each one's end; worth f64 [m, k]: P(a
-    continuation holds up to and with place j), falling in j. Shared beginnings become one node,
-    worth the most of its continuations. The best `nodes` stay, in falling worth.
-    """
-    at: dict[tuple[int, int], int] = {}
-    tokens: list[int] = []
-    parents: list[int] = []
-    worths: list[float] = []
-    for line, values in zip(continuations.tolist(), worth.tolist(), strict=True):
-        node, limit = -1, 1.0
-        for token, value in zip(line, values, strict=True):
-            if token < 0:
-                break
-            found = at.setdefault((node, token), len(tokens))
-            # Worth must not rise along a path, or the best would not form a tree.
-            limit = min(limit, value)
-            if found == len(tokens):
-                tokens.append(token)
-                parents.append(node)
-                worths.append(limit)
-            else:
-                worths[found] = max(worths[found], limit)
-            node = found
-    return best_nodes(tokens, parents, worths, nodes)
-
-
-def match_worth(
-    survival: Array, match_tokens: Array, match_count: Array, guess_count: Array
-) -> Array:
-    """Return worth f64 [m, k] of m n-gram continuations, the best first, for `merge`.
-
-    survival f64 [k]: P(the best one's first 1 .. k tokens are right), as the plan has it; the rest
-    i32 [m] as in `Candidates`. The others share what is left at the first place, 1 - survival[0],
-    as `match_shares` has it; from there on they last like the best.
-    """
-    share = match_shares(match_tokens, match_count, guess_count)
-    if not len(share) or survival[0] <= 0.0:
-        return np.zeros((len(share), len(survival)))
-    first = (1.0 - survival[0]) * share / max(1.0 - share[0], 1e-9)
-    first[0] = survival[0]
-    worth: Array = first[:, None] * (np.asarray(survival, np.float64) / survival[0])
-    return worth
 
 
 def match_shares(match_tokens: Array, match_count: Array, guess_count: Array) -> Array:

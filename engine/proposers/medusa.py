@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parlay.engine.backend import Batch
 from parlay.engine.branches import Branch
-from parlay.engine.medusa_heads import Heads, children
+from parlay.engine.medusa_heads import Heads
 from parlay.engine.proposers.draft_model import keeps_drafting
 from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
@@ -86,17 +86,6 @@ class MedusaProposer:
             token = torch.from_numpy(guess[alive, place]).to(x.device)
         count = (guess >= 0).sum(1).astype(np.int32)
         return HeadsRun(count, guess, confidence, siblings.branches)
-
-    def children(self, batch: Batch, rows: Array, b: int) -> tuple[Array, Array]:
-        """Return the b likeliest tokens i64 [rows, heads, b] of every place and probabilities f32.
-
-        Rows must be read up to their last token; see `medusa_heads.children`.
-        """
-        requests = [batch.requests[r] for r in rows]
-        assert all(map(is_read, requests)), "a row is not read up to its last token"
-        states, roots = self._states(batch, requests)
-        ids, probs = children(self.heads, states, roots, min(b, len(self.heads.ids)))
-        return ids.cpu().numpy(), probs.cpu().numpy()
 
     def _begin(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         states, roots = self._states(batch, requests)
