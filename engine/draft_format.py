@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parlay.engine.artefact import read_artefact, within
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.traits import LLAMA
 
@@ -74,7 +74,7 @@ def load_draft(path: Path, embedding: Tensor) -> tuple[ModelConfig, dict[str, Te
     if header.get("target_embedding") != fingerprint(embedding):
         raise ValueError(f"draft {path} was made for another target model; {_MEND} --model TARGET")
     ids = tensors.get("vocab")
-    if ids is None or tuple(ids.shape) != (config.vocab,) or not _within(ids, len(embedding)):
+    if ids is None or tuple(ids.shape) != (config.vocab,) or not within(ids, len(embedding)):
         raise ValueError(f"draft {path} is damaged (its token ids); {_MEND}")
     weights: dict[str, Tensor] = {}
     for name, shape in _shapes(config, embedding.shape[1]).items():
@@ -105,22 +105,9 @@ def _shapes(config: ModelConfig, target_hidden: int) -> dict[str, tuple[int, ...
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if not path.is_file():
-        raise ValueError(f"draft {path} is missing; {_MEND}")
-    try:
-        with safe_open(path, framework="pt") as opened:
-            header = json.loads((opened.metadata() or {}).get("draft", "null"))
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"draft {path} is damaged ({error}); {_MEND}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is not a draft of `parlay distill draft`")
-    if header.get("version") != FORMAT_VERSION:
-        raise ValueError(
-            f"draft {path} has format {header.get('version')}, this parlay reads {FORMAT_VERSION};"
-            f" {_MEND}"
-        )
-    return header, tensors
+    return read_artefact(
+        path, "draft", "draft is", "is not a draft of `parlay distill draft`", FORMAT_VERSION, _MEND
+    )
 
 
 def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
@@ -132,10 +119,6 @@ def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(**{**fields, **tuples})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"draft {path} is damaged (config: {error}); {_MEND}") from None
-
-
-def _within(ids: Tensor, count: int) -> bool:
-    return bool(((ids >= 0) & (ids < count)).all())
 
 
 def _widened(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Tensor:

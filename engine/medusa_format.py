@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from parlay.engine.artefact import read_artefact, within
 from parlay.engine.draft_format import fingerprint
 from parlay.engine.int8_rows import quantised, widened
 from parlay.engine.medusa_heads import Heads, HeadsConfig, PlainHeads, RootedHeads
@@ -99,7 +100,7 @@ def load_rooted(path: Path, target: OfTarget) -> RootedHeads:
     if header.get("target_embedding") != fingerprint(target.embedding):
         raise ValueError(f"heads {path} were made for another target model; {_MEND} --model TARGET")
     ids = tensors.get("vocab")
-    if ids is None or tuple(ids.shape) != (config.vocab,) or not _within(ids, target.config.vocab):
+    if ids is None or tuple(ids.shape) != (config.vocab,) or not within(ids, target.config.vocab):
         raise ValueError(f"heads {path} are damaged (their token ids); {_MEND}")
     if config.hidden != target.config.hidden or config.state_layers[-1] != target.config.layers:
         raise ValueError(f"heads {path} are damaged (config: not the target's sizes); {_MEND}")
@@ -171,22 +172,8 @@ def _count(path: Path, config: Mapping[str, Any], key: str) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if not path.is_file():
-        raise ValueError(f"heads {path} are missing; {_MEND}")
-    try:
-        with safe_open(path, framework="pt") as opened:
-            header = json.loads((opened.metadata() or {}).get("heads", "null"))
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"heads {path} are damaged ({error}); {_MEND}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} holds no heads of `parlay distill medusa`")
-    if header.get("version") != FORMAT_VERSION:
-        raise ValueError(
-            f"heads {path} have format {header.get('version')}, this parlay reads {FORMAT_VERSION};"
-            f" {_MEND}"
-        )
-    return header, tensors
+    foreign = "holds no heads of `parlay distill medusa`"
+    return read_artefact(path, "heads", "heads are", foreign, FORMAT_VERSION, _MEND)
 
 
 def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
@@ -196,10 +183,6 @@ def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
         return HeadsConfig(**{**fields, **tuples})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"heads {path} are damaged (config: {error}); {_MEND}") from None
-
-
-def _within(ids: Tensor, count: int) -> bool:
-    return bool(((ids >= 0) & (ids < count)).all())
 
 
 def _matrix_or_vector(
