@@ -57,9 +57,9 @@ def lane(
 
     def decode(load: Load) -> Answer:
         pid = os.getpid()
-        reset_peak(pid)
+        counted = reset_peak(pid)
         seconds, timings = _closed_loop(engine, load)
-        return Answer(seconds, timings, peak_mb(pid))
+        return Answer(seconds, timings, peak_mb(pid) if counted else None)
 
     return decode
 

@@ -128,10 +128,11 @@ def _entrant(peer: Peer, engine: str, mode: str, setting: str, eos_ids: Sequence
             "lengths": load.lengths,
             "eos_ids": list(eos_ids),
         }
-        reset_peak(peer.pid)
+        counted = reset_peak(peer.pid)
         said = peer.ask(job)
         times = zip(said["ttft_s"], said["total_s"], said["tokens"], strict=True)
-        return Answer(said["seconds"], [Timing(*t) for t in times], peak_mb(peer.pid))
+        peak = peak_mb(peer.pid) if counted else None
+        return Answer(said["seconds"], [Timing(*t) for t in times], peak)
 
     # generate speculates for one request only.
     concurrencies = (1,) if engine in _NO_BATCH else CONCURRENCIES
