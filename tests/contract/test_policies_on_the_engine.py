@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from tests.contract.test_policies_over_grpc import served
 
-from parlay.engine.planner import LocalPlanner, OverlappedPlanner, Planner
+from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.remote import EngineInfo, RemotePlanner
 from parlay.engine.request import SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.step import Engine
 from parlay.engine.virtual import Hazards, Task, VirtualBackend
-from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
-from parlay.policies.types import BatchView, Plan, PlanSource, Proposer, StepOutcome
+from parlay.policies.policy import EngineLimits, make_policy, registry
+from parlay.policies.types import Proposer, StepOutcome
 
 LIMITS = EngineLimits(0b0111, 8, (), 64)
 TASKS = {
@@ -58,64 +58,3 @@ def test_the_engine_does_the_same_in_process_and_over_the_wire(policy: str) -> N
     for left, right in zip(ours, theirs, strict=True):
         for name in DECIDED:
             np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
-
-
-class BehindPlanner:
-    """Decides and learns in turn, each outcome after the plan that follows it."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.last: StepOutcome | None = None
-
-    def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
-        plan = self.policy.decide(view)
-        if self.last is not None:
-            self.policy.observe(self.last)
-        return plan, PlanSource.LOCAL
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.last = outcome
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("policy", sorted(registry()))
-def test_learning_beside_the_models_changes_no_decision(policy: str) -> None:
-    expected, texts = decode(BehindPlanner(make_policy(policy, None, LIMITS)))
-    with contextlib.closing(OverlappedPlanner(make_policy(policy, None, LIMITS))) as planner:
-        found, same_texts = decode(planner)
-    assert texts == same_texts
-    assert len(found) == len(expected)
-    for left, right in zip(found, expected, strict=True):
-        for name in DECIDED:
-            np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
-
-
-class Stubborn:
-    """Plans nothing and cannot learn."""
-
-    def decide(self, view: BatchView) -> Plan | None:
-        return None
-
-    def observe(self, outcome: StepOutcome) -> None:
-        raise ValueError("no such row")
-
-
-def test_an_error_in_learning_comes_out_with_the_next_plan() -> None:
-    planner = OverlappedPlanner(Stubborn())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no such row"):
-        decode(planner)
-    planner.close()
-
-
-def test_what_is_left_is_learned_at_the_end() -> None:
-    policy = make_policy("goodput", None, LIMITS)
-    planner = OverlappedPlanner(policy)
-    outcomes, _ = decode(planner)
-    planner.close()
-    plain = make_policy("goodput", None, LIMITS)
-    for outcome in outcomes:
-        plain.observe(outcome)
-    learned, expected = policy.state(), plain.state()
-    np.testing.assert_array_equal(learned["acceptance.version"], expected["acceptance.version"])
