@@ -26,7 +26,7 @@ from parlay.engine.request import (
 from parlay.engine.scheduler import EngineConfig, Scheduler
 from parlay.engine.shadow import ShadowScorer
 from parlay.engine.tree import MOST_NODES, Trees
-from parlay.policies.allocate import fit_plan
+from parlay.policies.allocate import fit_plan, verify_plan
 from parlay.policies.types import Array, BatchView, Fitted, Plan, Proposer, StepOutcome, Truncated
 
 if TYPE_CHECKING:
@@ -113,13 +113,16 @@ class Engine:
         plan, source = self.planner.plan(view)
         fit = self._reserve(batch, fit_plan(plan, view), plan)
         batch.shadow_k = self._watch(batch, fit, view)
+        batch.heads_k = self.shadow.asks_heads(requests, view, fit)
         drafts = self.backend.propose(batch, fit, plan)
         if drafts.count.any():
-            fit.verify_k = fit_plan(plan, view, drafts.count, drafts.confidences).verify_k
+            assert plan is not None
+            fit.verify_k = verify_plan(plan, fit, drafts.count, drafts.confidences)
             drafts.trees = self._trees(batch, fit, drafts, plan)
         verified = self.backend.verify(batch, drafts, fit.verify_k)
         self.shadow.offer(requests, lookup, batch.emits & (fit.proposer != Proposer.NGRAM))
         self.shadow.watch(requests, drafts.watched)
+        self.shadow.watch(requests, drafts.heads_watched, Proposer.MEDUSA)
         committed = commit(batch, drafts, verified, self.rules)
         self._settle(batch, committed)
 

@@ -28,6 +28,8 @@ from parlay.policies.types import (
 HAZARD_CEILING = 0.98
 """No estimate of a rejection's probability is above this: a proposer can always come back."""
 _SAME = 1e-5
+_LEAST_MS = 1e-9
+_PROPOSER = np.arange(PROPOSERS, dtype=np.uint8)
 _TRIES = (int(Reason.EXPLORE), int(Reason.WARM_UP))
 _BEST, _NO_GAIN = int(Reason.BEST_GOODPUT), int(Reason.NO_GAIN)
 _NO_MATCH, _NOT_ALLOWED = int(Reason.NO_MATCH), int(Reason.NOT_ALLOWED)
@@ -41,10 +43,11 @@ def fit_plan(
 ) -> Fitted:
     """Return what each row of `view` drafts and verifies under `plan`; None speculates nowhere.
 
-    Before drafting, without `drafted`, verify_k is k. After drafting, `drafted` i32 [rows] and
-    `confidences` f32 [rows, K] decide verify_k: all that was drafted, unless the plan's budget
-    binds; then the tokens with the largest product of calibrated confidences up to their own place,
-    each made before its token was drawn. proposer, k and the rest are the same in both calls.
+    Before drafting, without `drafted`, verify_k is k as far as the budget goes. After drafting,
+    `drafted` i32 [rows] and `confidences` f32 [rows, K] decide verify_k: all that was drafted,
+    unless the plan's budget binds; then the tokens with the largest product of calibrated
+    confidences up to their own place, each made before its token was drawn. A plan may draft more
+    than its budget for that. proposer, k and the rest are the same in both calls.
     """
     rows = len(view)
     if plan is None or rows == 0:
@@ -59,11 +62,10 @@ def fit_plan(
     if chosen is not None and len(view.bucket_edges):
         _fill_bucket(plan, view, fit, chosen)
     if plan.budget_tokens != NO_BUDGET and fit.k.sum() > plan.budget_tokens:
-        fit.k = keep_top(chosen, fit.k, plan.budget_tokens)
+        # What a plan drafts beyond its own budget is there for the confidences to choose from.
+        fit.k = keep_top(chosen, fit.k, max(plan.budget_tokens, int(plan.k.sum())))
     fit.proposer[fit.k == 0] = NONE
-    fit.verify_k = (
-        fit.k.copy() if drafted is None else _verify(plan, fit, chosen, drafted, confidences)
-    )
+    fit.verify_k = verify_plan(plan, fit, fit.k if drafted is None else drafted, confidences)
     return fit
 
 
@@ -109,6 +111,16 @@ def _rows_in(plan: Plan, view: BatchView) -> tuple[Array, Array]:
 
 
 def _as_planned(plan: Plan, view: BatchView, index: Array, follows: Array) -> Fitted:
+    if len(plan) == len(view) and follows.all():
+        return Fitted(
+            proposer=np.where(plan.proposer[index] < PROPOSERS, plan.proposer[index], NONE),
+            k=plan.k[index].astype(np.int32),
+            verify_k=np.zeros(len(view), np.int32),
+            follows=follows,
+            shadow=plan.shadow[index],
+            propensity=plan.propensity[index],
+            reason=plan.reason[index],
+        )
     fit = _nothing(len(view))
     fit.follows = follows
     if len(plan):
@@ -154,26 +166,26 @@ def _decide_again(plan: Plan, view: BatchView, index: Array, fit: Fitted, surviv
     Passes of a drafting model are shared by the batch: a row joins them only as deep as others go.
     """
     assert plan.survival is not None
-    before = plan.survival[index, NGRAM, 0]
-    changed = np.abs(survival[:, NGRAM, 0] - before) > _SAME
-    changed &= fit.follows & (fit.reason != _TRIES[0]) & (fit.reason != _TRIES[1])
+    now, before = survival[:, NGRAM, 0], plan.survival[index, NGRAM, 0]
+    changed = (np.abs(now - before) > _SAME) & fit.follows
     if not changed.any():
         return
-    row = np.flatnonzero(changed)
+    row = (changed & (fit.reason != _TRIES[0]) & (fit.reason != _TRIES[1])).nonzero()[0]
     depth = np.full(PROPOSERS, survival.shape[2])
     for proposer in (DRAFT_MODEL, MEDUSA):
-        depth[proposer] = fit.k[fit.proposer == proposer].max(initial=0)
-    if (lookups := plan.k[plan.proposer == NGRAM]).any():
+        depth[proposer] = fit.k.max(initial=0, where=fit.proposer == proposer)
+    if len(view) > 1 and (lookups := plan.k[plan.proposer == NGRAM]).any():
         depth[NGRAM] = lookups.max()  # a longer row would pad all the others
-    limit = np.minimum(depth, view.max_k[row][:, None])
-    limit *= (view.proposer_mask[row][:, None] >> np.arange(PROPOSERS)) & 1
+    limit = np.minimum(depth, view.max_k[row, None])
+    limit *= (view.proposer_mask[row, None] >> _PROPOSER) & 1
+    within = np.arange(survival.shape[2]) < limit[:, :, None]
     price = plan.marginal_token_price_ms + plan.draft_token_price_ms
-    gain = survival[row] * plan.token_value_ms - price[:, None]
-    worth = (gain >= 0.0) & (survival[row] > 0.0) & (np.arange(gain.shape[2]) < limit[:, :, None])
-    best = np.where(worth, gain, 0.0).sum(axis=2).argmax(axis=1)
+    value = survival[row] * plan.token_value_ms
+    worth = (value >= np.maximum(price, _LEAST_MS)[:, None]) & within
+    best = np.where(worth, value - price[:, None], 0.0).sum(axis=2).argmax(axis=1)
     fit.proposer[row] = best
-    fit.k[row] = worth[np.arange(len(row)), best].sum(axis=1)
-    fit.reason[row] = np.where(fit.k[row] > 0, _BEST, _NO_GAIN)
+    fit.k[row] = k = worth[np.arange(len(row)), best].sum(axis=1)
+    fit.reason[row] = np.where(k > 0, _BEST, _NO_GAIN)
 
 
 def _clip(view: BatchView, fit: Fitted) -> None:
@@ -216,14 +228,14 @@ def _fill_bucket(plan: Plan, view: BatchView, fit: Fitted, survival: Array) -> N
     fit.k = keep_top(new, deeper, int(fit.k.sum()) + room)
 
 
-def _verify(
-    plan: Plan, fit: Fitted, survival: Array | None, drafted: Array, confidences: Array | None
+def verify_plan(
+    plan: Plan, fit: Fitted, drafted: Array, confidences: Array | None = None
 ) -> Array:
-    """Return verify_k i32 [rows] under the plan's budget, ranked by pre-token confidence."""
+    """Return the verify_k i32 [rows] of `fit_plan` after drafting, for a fit that it returned."""
     drafted = np.asarray(drafted, np.int32)
     if plan.budget_tokens == NO_BUDGET or drafted.sum() <= plan.budget_tokens:
         return drafted.copy()
-    depth = int(drafted.max())
+    depth, survival = int(drafted.max()), fit.survival
     planned = np.ones((len(drafted), depth))
     if survival is not None:
         reach = min(depth, survival.shape[1])
@@ -245,5 +257,9 @@ def chances(plan: Plan, proposer: Array, confidence: Array) -> Array:
     """Return confidences [rows, K] as acceptance probabilities in [0, 1]; nan stays nan."""
     if plan.calibration is None:
         return np.clip(confidence, 0.0, 1.0)
-    slope, offset = plan.calibration[proposer].T[:, :, None]
+    line = plan.calibration[proposer]
+    if line.ndim == 3:  # a line a place, the last of which goes for all that follow
+        line = line[:, :, np.minimum(np.arange(confidence.shape[1]), line.shape[2] - 1)]
+        return calibrated(confidence, line[:, 0], line[:, 1])
+    slope, offset = line.T[:, :, None]
     return calibrated(confidence, slope, offset)

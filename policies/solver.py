@@ -33,7 +33,7 @@ _ROUNDS = 6
 _SCARCE = 0.5
 DWELL_STEPS = 16
 """Steps over which a request's draft KV, once caught up, is thought to serve."""
-_CLOSE = 1e-5
+_CLOSE = 1e-3
 """Relative; the error of a plan goes with its square."""
 _ROUNDING = 1e-9
 

@@ -161,6 +161,11 @@ def test_a_row_decided_again_goes_no_deeper_than_the_plans_lookups() -> None:
     assert fit_plan(without, view).k.tolist() == [K, 0]
 
 
+def test_a_row_alone_is_decided_again_to_any_depth() -> None:
+    plan = priced_plan([1], 1, [NGRAM], [2])
+    assert fit_plan(plan, view_of([1], match=16)).k.tolist() == [K]
+
+
 def test_a_lost_match_falls_back_on_passes_that_others_need() -> None:
     plan = priced_plan([1, 2], 16, [NGRAM, DRAFT_MODEL], [6, 2])
     view = view_of([1, 2], match_tokens=np.array([0, 16], np.int32))
@@ -205,10 +210,11 @@ def test_budgets_and_limits_hold(
     max_k = rng.integers(0, 12, rows).astype(np.int32)
     view = view_of(ids, max_k=max_k, bucket_edges=np.array(edges, np.int32))
     fit = fit_plan(plan, view)
-    assert fit.k.sum() <= budget
+    assert fit.verify_k.sum() <= budget
+    assert fit.k.sum() <= max(budget, sum(ks)), "more than planned is drafted for no budget"
     assert (fit.k >= 0).all()
     assert (fit.k <= max_k).all()
-    assert (fit.verify_k == fit.k).all()
+    assert (fit.verify_k <= fit.k).all()
     assert ((fit.k > 0) == (fit.proposer != NONE)).all()
     drafted = np.minimum(fit.k, rng.integers(0, 12, rows)).astype(np.int32)
     confidences = rng.random((rows, 12)).astype(np.float32)
@@ -281,7 +287,8 @@ def test_plans_that_make_no_sense_are_survived() -> None:
     deeper = priced_plan([1, 2], 5, [NGRAM, DRAFT_MODEL], [K + 3, K + 5])
     assert fit_plan(deeper, view).k.tolist() == [K + 3, K + 5]
     few = fit_plan(dataclasses.replace(deeper, budget_tokens=9), view)
-    assert few.k.sum() == 9
+    assert few.k.sum() == 2 * K + 8
+    assert few.verify_k.sum() == 9
     drafted = np.array([K + 3, K + 5])
     confidences = np.full((2, K + 5), 0.5, np.float32)
     cut = fit_plan(dataclasses.replace(deeper, budget_tokens=9), view, drafted, confidences)
