@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parlay.engine.linear import Linear, can_pack, make_linear
+from parlay.engine.linear import Linear, can_pack, make_linear, tiled
 from parlay.engine.model_config import ModelConfig
 
 
@@ -33,7 +33,10 @@ class Layer:
 
 
 class Loader:
-    """Reads weights by Hugging Face's names and lays them out."""
+    """Reads weights by Hugging Face's names and lays them out.
+
+    invariant: linears give a row the same bits in every batch; see `tiled`.
+    """
 
     def __init__(
         self,
@@ -41,9 +44,10 @@ class Loader:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        invariant: bool = False,
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        self.pack = can_pack(dtype, device)
+        self.pack, self.invariant = can_pack(dtype, device), invariant
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """Join the rows of several linears, with their biases where they have them."""
@@ -52,7 +56,14 @@ class Loader:
             found = [self.weights[f"{name}.{part}"] for name in names]
             return torch.cat([w.to(self.device, self.dtype) for w in found])
 
-        return make_linear(joined("weight"), self.pack, joined("bias") if bias else None)
+        return self.made(joined("weight"), joined("bias") if bias else None)
+
+    def made(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the linear of a weight [out, in] that is where and as it should be."""
+        linear = make_linear(weight, self.pack, bias)
+        if not self.invariant:
+            return linear
+        return tiled(linear, weight.shape[1], self.dtype, self.device)
 
     def norm(self, name: str) -> Tensor:
         """Return a norm's scale; in float32 where 1 is added, which would not fit bfloat16."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parlay.engine.attention.paged import PagedKV, Ragged, plan_ragged
+from parlay.engine.attention.alone import AloneAttention
+from parlay.engine.attention.paged import Attention, PagedKV
 from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.layers import Loader
-from parlay.engine.linear import make_linear
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
@@ -42,7 +43,8 @@ class Llama:
     """Weights laid out for decoding, on one device in one dtype.
 
     weights: Hugging Face names; embedding [vocab, width] of what is read (the target's own for a
-    draft).
+    draft). invariant: a token has the same bits in every batch, among drafts and alone, at a price;
+    raises ValueError where the machine cannot.
     """
 
     def __init__(
@@ -52,16 +54,17 @@ class Llama:
         embedding: Tensor,
         dtype: torch.dtype,
         device: torch.device,
+        invariant: bool = False,
     ) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.invariant = config, dtype, device, invariant
         self.embedding = embedding.to(device=device, dtype=dtype)
-        load = Loader(config, weights, dtype, device)
+        load = Loader(config, weights, dtype, device, invariant)
         self.in_proj = load.linear("in_proj") if "in_proj.weight" in weights else None
         self.state_proj = load.linear("state_proj") if "state_proj.weight" in weights else None
         self.layers = [load.layer(index) for index in range(config.layers)]
         self.norm = load.norm("model.norm")
         tied = "lm_head.weight" not in weights
-        self.head = make_linear(self.embedding, load.pack) if tied else load.linear("lm_head")
+        self.head = load.made(self.embedding) if tied else load.linear("lm_head")
         traits = config.traits
         self.gate: Callable[[Tensor], Tensor] = (
             functools.partial(F.gelu, approximate="tanh") if traits.gelu else F.silu
@@ -73,11 +76,11 @@ class Llama:
         if traits.local is not None:
             self.reaches.append(self._reach(traits.local.rope_theta, traits.local.window))
 
-    def new_cache(self, blocks: int, block_tokens: int) -> SdpaAttention:
+    def new_cache(self, blocks: int, block_tokens: int) -> Attention:
         """Return an empty paged cache with the attention over it."""
         c = self.config
         cache = PagedKV(c, blocks, block_tokens, self.dtype, self.device)
-        return SdpaAttention(cache, c.heads)
+        return (AloneAttention if self.invariant else SdpaAttention)(cache, c.heads)
 
     def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
         """Return the input of tokens; see `Model.embed`."""
@@ -92,14 +95,14 @@ class Llama:
         return x
 
     def run(
-        self, x: Tensor, cache: SdpaAttention, spans: Spans, taps: Sequence[int] = ()
+        self, x: Tensor, cache: Attention, spans: Spans, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """Run every layer; see `Model.run`."""
         c, half = self.config, self.config.head_dim // 2
         tapped: list[Tensor] = []
         seen = [self._seen(reach, cache, spans) for reach in self.reaches]
         for index, layer in enumerate(self.layers):
-            ragged, cos, sin = seen[layer.reach]
+            plan, cos, sin = seen[layer.reach]
             y = layer.qkv(self._normed(x, layer.input_norm))
             y = y.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
             turned = y[:, : c.heads + c.kv_heads]
@@ -108,7 +111,7 @@ class Llama:
             # Half-split rotary: (a, b) -> (a cos - b sin, b cos + a sin); sin holds (-sin, sin).
             turned = turned * cos + torch.cat((turned[..., half:], turned[..., :half]), -1) * sin
             kv = torch.cat((turned[:, c.heads :], y[:, c.heads + c.kv_heads :]), 1)
-            mixed = cache(index, turned[:, : c.heads], kv, ragged)
+            mixed = cache(index, turned[:, : c.heads], kv, plan)
             added = layer.out(mixed.reshape(-1, c.heads * c.head_dim))
             x = x + (added if layer.out_norm is None else self._normed(added, layer.out_norm))
             gate, up = layer.gate_up(self._normed(x, layer.ffn_norm)).chunk(2, -1)
@@ -142,10 +145,7 @@ class Llama:
         sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
         return Reach(cos.to(self.device, self.dtype), sin.to(self.device, self.dtype), window)
 
-    def _seen(
-        self, reach: Reach, cache: SdpaAttention, spans: Spans
-    ) -> tuple[Ragged, Tensor, Tensor]:
+    def _seen(self, reach: Reach, cache: Attention, spans: Spans) -> tuple[Any, Tensor, Tensor]:
         """Lay out a pass for the layers of one reach; cos and sin are [tokens, 1, head_dim]."""
-        share = self.config.heads // self.config.kv_heads
-        ragged = plan_ragged(cache.cache, spans, share, reach.window)
-        return ragged, reach.cos[ragged.positions], reach.sin[ragged.positions]
+        plan = cache.plan(spans, reach.window)
+        return plan, reach.cos[plan.positions], reach.sin[plan.positions]

@@ -59,11 +59,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     block_tokens: int,
+    invariant: bool = False,
 ) -> Model:
-    """Lay weights out for the kernels where they fit model and machine, else for torch."""
+    """Lay weights out for the kernels where they fit model and machine, else for torch.
+
+    invariant: a token must have the same bits in every batch. With the kernels it has.
+    """
     if block_tokens == native.BLOCK_TOKENS and native.fits(config, dtype, device):
         return native.NativeLlama(config, weights, embedding)
-    return Llama(config, weights, embedding, dtype, device)
+    return Llama(config, weights, embedding, dtype, device, invariant)
 
 
 class Runner:

@@ -32,6 +32,13 @@ def tiny_config(vocab: int, layers: int, context: int = 128) -> ModelConfig:
     )  # fmt: skip
 
 
+def tiny_weights(config: ModelConfig, rng: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
+        for name, shape in config.tensor_shapes().items()
+    }
+
+
 def tiny_llama(
     vocab: int,
     layers: int,
@@ -40,12 +47,9 @@ def tiny_llama(
     state_layers: tuple[int, ...] = (),
     context: int = 128,
 ) -> Llama:
-    rng = torch.Generator().manual_seed(seed)
     config = dataclasses.replace(tiny_config(vocab, layers, context), state_layers=state_layers)
-    weights = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
-        for name, shape in config.tensor_shapes().items()
-    }
+    rng = torch.Generator().manual_seed(seed)
+    weights = tiny_weights(config, rng)
     if state_layers:
         width = len(state_layers) * config.hidden
         weights["state_proj.weight"] = torch.randn(config.hidden, width, generator=rng)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,12 +87,33 @@ class Ragged:
     groups: list[Group]
 
 
+class Pass(Protocol):
+    """A pass as an attention lays it out; positions i64 [tokens]."""
+
+    positions: Tensor
+
+
 class Attention(Protocol):
     """Appends a step's keys and values to the cache and attends; one implementation a file."""
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
+    def plan(self, spans: Spans, window: int | None = None) -> Any:
+        """Lay out a `Pass` over `spans`, for every layer; window: positions seen, None: all."""
+        ...
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Return [tokens, heads, head_dim]; q is alike, kv [tokens, 2 * kv_heads, head_dim]."""
         ...
+
+    def move(self, from_slots: Tensor, to_slots: Tensor) -> None:
+        """Copy keys and values between slots; see `PagedKV.move`."""
+        ...
+
+
+def pool_rows(cache: PagedKV, spans: Spans) -> Tensor:
+    """Return where in a layer's pool a pass's keys and values go, i64 [2 * kv_heads * tokens]."""
+    slots = torch.from_numpy(spans.slots(cache.block_tokens))
+    head = torch.arange(2 * cache.heads) * (cache.blocks * cache.block_tokens)
+    return (slots[:, None] + head).reshape(-1).to(cache.layers[0].device)
 
 
 def plan_ragged(cache: PagedKV, spans: Spans, share: int, window: int | None = None) -> Ragged:
@@ -102,9 +123,7 @@ def plan_ragged(cache: PagedKV, spans: Spans, share: int, window: int | None = N
     (None: all).
     """
     device, size = cache.layers[0].device, cache.block_tokens
-    positions = torch.from_numpy(spans.positions())
-    slots = torch.from_numpy(spans.slots(size))
-    head = torch.arange(2 * cache.heads) * (cache.blocks * size)
+    positions, slots = torch.from_numpy(spans.positions()), pool_rows(cache, spans)
     if window is not None:
         # Blocks that lie before all that a row sees are not even gathered.
         skipped = [max(s + 1 - window, 0) // size for s in spans.starts]
@@ -112,7 +131,7 @@ def plan_ragged(cache: PagedKV, spans: Spans, share: int, window: int | None = N
         starts = [s - n * size for s, n in zip(spans.starts, skipped, strict=True)]
         spans = Spans(tables, starts, spans.lengths, spans.trees)
     groups = [_group(cache, spans, rows, share, window) for rows in _split(spans.lengths)]
-    return Ragged(positions.to(device), (slots[:, None] + head).reshape(-1).to(device), groups)
+    return Ragged(positions.to(device), slots, groups)
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parlay.engine.attention.paged import Group, PagedKV, Ragged
+from parlay.engine.attention.paged import Group, PagedKV, Ragged, plan_ragged
+from parlay.engine.spans import Spans
 
 
 class SdpaAttention:
@@ -19,6 +20,10 @@ class SdpaAttention:
         self._mix = (
             attend_by_gemm if pool.device.type == "cpu" and pool.dtype is torch.bfloat16 else _sdpa
         )
+
+    def plan(self, spans: Spans, window: int | None = None) -> Ragged:
+        """Lay out a pass; window: how many positions each token sees, None: all."""
+        return plan_ragged(self.cache, spans, self.heads // self.cache.heads, window)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
         """Append kv to the cache, then attend; see `Attention`."""

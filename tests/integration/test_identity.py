@@ -10,6 +10,7 @@ from parlay.engine.demo.prompts import demo_prompts
 from parlay.engine.kernels import build
 from parlay.engine.kernels.native import NativeLlama
 from parlay.engine.llm import load_backend
+from parlay.engine.models import Llama
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
 from parlay.engine.scheduler import EngineConfig
@@ -94,3 +95,23 @@ def test_with_the_kernels_bfloat16_is_the_same_whatever_is_drafted_and_batched(
     alone = outputs(AnyPlan((NONE,), 0), running=1)
     assert outputs(AnyPlan((NONE,), 0), running=10) == alone
     assert outputs(AnyPlan((NONE, NGRAM, DRAFT), 7), running=7) == alone
+
+
+@pytest.mark.slow
+def test_batch_invariant_on_torch_bfloat16_is_the_same_whatever_is_drafted_and_batched(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parlay.engine.kernels.native.fits", lambda *_: False)
+
+    def outputs(policy: AnyPlan, running: int) -> list[list[int]]:
+        config = EngineConfig(target_blocks=900, draft_blocks=900, max_running=running)
+        backend, tokenizer = load_backend(dtype="bfloat16", config=config, batch_invariant=True)
+        assert isinstance(backend.target, Llama)
+        engine = Engine(backend, LocalPlanner(policy), config, eos_ids=tokenizer.eos_ids)
+        requests = [engine.add(ids, SamplingParams(max_tokens=32)) for ids in prompts[:5]]
+        while engine.has_work:
+            engine.step()
+        return [r.output for r in requests]
+
+    alone = outputs(AnyPlan((NONE,), 0), running=1)
+    assert outputs(AnyPlan((NONE, NGRAM, DRAFT), 7), running=5) == alone
