@@ -103,7 +103,10 @@ def findings(report: Json) -> list[str]:
         plain = report["ratio_to_hf"][NONE]
         lines.append(f"plain decoding is {plain:.2f}x Hugging Face's generate, one at a time")
     for mode, by_batch in report["overhead_ms"].items():
-        text = ", ".join(f"{ms:.2f} ms at {batch} at once" for batch, ms in by_batch.items())
+        text = ", ".join(
+            f"{ms['engine']:.2f} ms and {ms['policy']:.2f} ms of deciding at {batch} at once"
+            for batch, ms in by_batch.items()
+        )
         lines.append(f"a step beside the models' passes and sampling, {mode}: {text}")
     floor, widths = report["floor"], report["verify_width"]
     lines.append(

@@ -123,7 +123,8 @@ def test_overhead_is_what_is_neither_verified_nor_drafted(monkeypatch: pytest.Mo
         "none": ["4", "32"],
         "a": ["4", "32"],
     }
-    assert all(0 < ms < 1000 for by in found.values() for ms in by.values())
+    assert all(0 < ms < 1000 for by in found.values() for of in by.values() for ms in of.values())
+    assert found["a"]["4"]["policy"] > found["none"]["4"]["policy"]
     verify = backend.verify
 
     def slow(*args: Any) -> Any:
@@ -132,7 +133,7 @@ def test_overhead_is_what_is_neither_verified_nor_drafted(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(backend, "verify", slow)
     late = overhead_ms(backend, [[1, 2, 3]], {"none": "none"}, steps=3)
-    assert late["none"]["4"] > 50
+    assert late["none"]["4"]["engine"] > 50
 
     def slow_pass(*args: Any) -> Any:
         verified = slow(*args)
@@ -141,4 +142,14 @@ def test_overhead_is_what_is_neither_verified_nor_drafted(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(backend, "verify", slow_pass)
     found = overhead_ms(backend, [[1, 2, 3]], {"none": "none"}, steps=3)
-    assert found["none"]["4"] < late["none"]["4"] - 30
+    assert found["none"]["4"]["engine"] < late["none"]["4"]["engine"] - 30
+
+
+def test_learning_counts_as_the_policys_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any) -> None:
+        time.sleep(0.05)
+
+    monkeypatch.setattr("parlay.policies.goodput.Goodput.observe", slow)
+    found = overhead_ms(tiny_backend(), [[1, 2, 3]], {"a": "goodput"}, steps=3)
+    assert found["a"]["4"]["policy"] > 50
+    assert found["a"]["4"]["engine"] < 40
