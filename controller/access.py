@@ -19,7 +19,7 @@ import grpc
 
 from parlay.controller.tls import ServerTls
 from parlay.controller.tokens import Tokens
-from parlay.protos.credentials import is_private
+from parlay.protos.credentials import bearer, is_private
 
 CALLER: ContextVar[Mapping[str, str]] = ContextVar("caller", default={})  # noqa: B039
 """Who makes the call that this task serves: `token`: its name, `certificate`: its name."""
@@ -43,7 +43,7 @@ class Door:
 
     tokens: who may enter; others: the other listener's, to tell a wrong scope from a wrong token;
     names: a client's certificate has one of them as common or alternative name; mode: of a Unix
-    socket. tls is for host:port alone.
+    socket; refused: calls so far. tls is for host:port alone.
     """
 
     tls: ServerTls | None = None
@@ -51,6 +51,7 @@ class Door:
     others: Tokens | None = None
     names: frozenset[str] = frozenset()
     mode: int = 0o600
+    refused: int = 0
 
     @property
     def asks(self) -> bool:
@@ -101,20 +102,10 @@ class Door:
         return who
 
 
-def bearer(metadata: Any) -> str:
-    """Return the token that a call's metadata carries, else an empty text."""
-    for key, value in metadata or ():
-        kind, _, token = str(value).partition(" ") if key == "authorization" else ("", "", "")
-        if kind.lower() == "bearer":
-            return token.strip()
-    return ""
-
-
 class Access(grpc.aio.ServerInterceptor):
     """Lets calls of every method through a door, or ends them; streams again as tokens change."""
 
     def __init__(self, door: Door) -> None:
-        self.refused = 0
         self._door, self._said_s = door, -SAY_S
 
     async def intercept_service(
@@ -178,13 +169,13 @@ class Access(grpc.aio.ServerInterceptor):
             yield request
 
     def _say(self, method: str, peer: str, error: Exception) -> None:
-        self.refused += 1
+        self._door.refused += 1
         now_s = time.monotonic()
         if now_s - self._said_s >= SAY_S:
             self._said_s = now_s
             log.warning(
                 "call refused method=%s peer=%s reason=%r refused_so_far=%d",
-                *(method, peer, str(error), self.refused),
+                *(method, peer, str(error), self._door.refused),
             )
 
 

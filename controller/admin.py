@@ -23,8 +23,8 @@ from parlay.controller.audit import Audit
 from parlay.controller.candidate import Stage
 from parlay.controller.host import Host
 from parlay.controller.learned_states import taken, write_snapshot
-from parlay.controller.lifecycle import NotNow, UnknownEngine
 from parlay.controller.shadow import Beside, value_of
+from parlay.controller.standing import NotNow, UnknownEngine
 from parlay.policies.policy import entry_of, every_policy
 from parlay.v1 import admin_pb2 as pb
 

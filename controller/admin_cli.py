@@ -13,7 +13,7 @@ import grpc
 import typer
 
 from parlay.controller.admin import SAYS
-from parlay.controller.config import parse_settings
+from parlay.controller.config_kinds import parse_settings
 from parlay.protos.credentials import from_environment
 from parlay.v1 import admin_pb2 as pb
 from parlay.v1 import admin_pb2_grpc

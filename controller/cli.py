@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
 import os
@@ -22,14 +23,25 @@ from parlay.controller.learned_states import read_snapshot
 from parlay.controller.listener import claim, release
 from parlay.controller.log import StepLog
 from parlay.controller.observatory import Observatory
+from parlay.controller.reflection import check_reflection
 from parlay.controller.running import Running, doors, set_level
 from parlay.controller.service import serve as serve_host
 from parlay.controller.sharing import Sharing
 from parlay.controller.store import open_store
+from parlay.controller.tls import PageTls
+from parlay.controller.tokens import Tokens
+from parlay.controller.tracing import Tracing, exporting
 from parlay.policies.decision_log import LogSettings
+from parlay.protos.credentials import is_private
 
 if TYPE_CHECKING:
+    from parlay.controller.metrics import Metrics
     from parlay.controller.web import Page
+
+GC_OBJECTS = 50_000
+SWITCH_S = 5e-4
+"""How long a thread that saves or writes may keep a plan waiting."""
+log = logging.getLogger("parlay.controller")
 
 
 def serve(config: Path | None, **flags: Any) -> None:
@@ -55,12 +67,13 @@ def _flags() -> inspect.Signature:
         inspect.Parameter("config", keyword, default=None, annotation=Annotated[Path | None, file])
     ]
     for key, field in FIELDS.items():
+        switch = field.metadata["kind"] == "switch"
         option = typer.Option(
-            flag(key),
+            flag(key) + (f"/--no-{flag(key)[2:]}" if switch else ""),
             help=f"{field.metadata['help']} [{variable(key)}]",
             show_default=_shown(field.default),
         )
-        kind = list[str] if key == "set" else str
+        kind = bool if switch else list[str] if key == "set" else str
         found.append(
             inspect.Parameter(key, keyword, default=None, annotation=Annotated[kind | None, option])
         )
@@ -79,33 +92,43 @@ cast(Any, serve).__signature__ = _flags()
 def _serve(running: Running) -> None:
     told = running.config
     warm = None if told.warm_start is None else read_snapshot(told.warm_start)
-    host = Host(told.policy, told.set, warm=warm)
+    host = Host(told.policy, told.set, warm=warm, late=True)
     store = open_store(told.state)
+    if told.reflection:
+        check_reflection()
     if told.admin:
         claim(told.admin)
         running.admin_door.check(told.admin, "admin")
     claim(told.listen)
     running.door.check(told.listen, "the sidecar")
-    page = _page(host, told.http) if told.http else None
+    audit = Audit(told.audit)
     with contextlib.ExitStack() as stack:
+        tracing = None
+        if told.otel:
+            tracing, leave = exporting()
+            stack.callback(leave)
+        page = _page(host, running) if told.http else None
         if told.log is not None:
             kept = StepLog(told.log, told.policy, LogSettings(sample_rate=told.log_sample))
             host.keep = stack.enter_context(kept).put
             running.steps = kept
-            if page is not None:
-                page[0].metrics.log = kept
         sharing = Sharing(store, told.tenant, told.model)
         stack.callback(sharing.close)
-        if page is not None and told.state.startswith("redis"):
-            page[0].metrics.redis_lag_s = lambda: sharing.lag_s
-        asyncio.run(_run(host, running, sharing, page))
+        if page is not None:
+            _counted(page[0].metrics, host, running, sharing, audit)
+        asyncio.run(_run(host, running, sharing, audit, page, tracing))
     release(told.listen)
     if told.admin:
         release(told.admin)
 
 
 async def _run(
-    host: Host, running: Running, sharing: Sharing, page: tuple[Page, socket.socket] | None
+    host: Host,
+    running: Running,
+    sharing: Sharing,
+    audit: Audit,
+    page: tuple[Page, socket.socket] | None,
+    tracing: Tracing | None,
 ) -> None:
     told = running.config
     stop = asyncio.Event()
@@ -113,6 +136,11 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, running.reload)
+    # Whatever stands now stays: a collection that walks through all of it would hold up a plan.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    sys.setswitchinterval(SWITCH_S)
 
     def ready(address: str) -> None:
         line = f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}\n"
@@ -133,26 +161,56 @@ async def _run(
                 ready,
                 stop,
                 admin_target=told.admin or None,
-                audit=Audit(told.audit),
+                audit=audit,
                 snapshots=told.snapshots,
                 door=running.door,
                 admin_door=running.admin_door,
+                tracing=tracing,
+                reflection=told.reflection,
             )
     finally:
         shares.cancel()
 
 
-def _page(host: Host, address: str) -> tuple[Page, socket.socket]:
+def _page(host: Host, running: Running) -> tuple[Page, socket.socket]:
     """Let the host be watched; return the page about it and the socket it will be served on."""
     try:
         from parlay.controller.metrics import Metrics
+        from parlay.controller.page_door import check_page
         from parlay.controller.web import Page, bind
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("parlay"):
             raise
         raise ValueError(f"--http needs {error.name}: pip install 'parlay[web]'") from None
+    told = running.config
+    tokens = None if told.http_tokens is None else Tokens(told.http_tokens)
+    check_page(told.http, tokens)
+    running.page_tokens, tls = tokens, None
+    if not is_private(told.http):
+        if told.tls_cert is not None and told.tls_key is not None:
+            tls = PageTls(told.tls_cert, told.tls_key)
+        else:
+            log.warning("the page's tokens travel as plain text: tls_cert and tls_key mend that")
     host.watch = Observatory()
-    return Page(host.watch, Metrics(host.watch, lambda: host.policy)), bind(address)
+    return Page(host.watch, Metrics(host.watch, lambda: host.policy), tokens, tls), bind(told.http)
+
+
+def _counted(
+    metrics: Metrics, host: Host, running: Running, sharing: Sharing, audit: Audit
+) -> None:
+    """Let the metrics count what happens beside the decisions."""
+    metrics.log = running.steps
+    if running.config.state.startswith("redis"):
+        metrics.redis_lag_s = lambda: sharing.lag_s
+    metrics.refused |= {
+        "policy": lambda: running.door.refused,
+        "admin": lambda: running.admin_door.refused,
+    }
+    metrics.counts |= {
+        "parlay_automatic_rollbacks": lambda: host.lifecycle.automatic,
+        "parlay_audit_failed_writes": lambda: audit.failed_writes,
+        "parlay_state_failed_exchanges": lambda: sharing.counts.failures,
+    }
 
 
 def _fail(text: str) -> NoReturn:

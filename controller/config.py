@@ -11,18 +11,19 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LEVELS = ("debug", "info", "warning", "error")
+from parlay.controller.config_kinds import KINDS, LEVELS
+
 Source = tuple[Mapping[str, Any], Callable[[str], str]]
 """Values by key, and how the source names a key."""
 
 
 def _is(kind: str, about: str, hot: bool = False) -> dict[str, Any]:
-    """Say of a field: its kind, one of _KINDS; its help; hot: it may change while we run."""
+    """Say of a field: its kind, one of KINDS; its help; hot: it may change while we run."""
     return {"kind": kind, "help": about, "hot": hot}
 
 
@@ -75,6 +76,10 @@ class Config:
         default="",
         metadata=_is("text", "where the page, /metrics and /health are served: host:port"),
     )
+    http_tokens: Path | None = field(
+        default=None,
+        metadata=_is("path", "who reads the page or /metrics needs a token of this file"),
+    )
     socket_mode: int = field(
         default=0o600, metadata=_is("mode", "who may open the Unix socket of --listen, in octal")
     )
@@ -103,6 +108,14 @@ class Config:
     admin_tokens: Path | None = field(
         default=None, metadata=_is("path", "people need a token of this file")
     )
+    reflection: bool = field(
+        default=False,
+        metadata=_is("switch", "let grpcurl and the like ask a listener what it serves"),
+    )
+    otel: bool = field(
+        default=False,
+        metadata=_is("switch", "trace unary calls with OpenTelemetry, to where OTEL_* say"),
+    )
     log_level: str = field(
         default="warning", metadata=_is("level", f"the least to say: {', '.join(LEVELS)}", hot=True)
     )
@@ -115,6 +128,7 @@ class Config:
             (self.client_names, "client_names", self.client_ca, "client_ca"),
             (self.admin_client_ca, "admin_client_ca", self.tls_cert, "tls_cert"),
             (self.admin_names, "admin_names", self.admin_client_ca, "admin_client_ca"),
+            (self.http_tokens, "http_tokens", self.http, "http"),
         )
         for value, name, needed, what in needs:
             if value and not needed:
@@ -176,17 +190,6 @@ def variable(key: str) -> str:
     return f"PARLAY_{key.upper()}"
 
 
-def parse_settings(pairs: Iterable[str], name: str = "--set") -> dict[str, str]:
-    """Split key=value pairs; raises ValueError for anything else."""
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise ValueError(f"{name} {pair}: write it as key=value".lstrip())
-        found[key] = value
-    return found
-
-
 def changed(old: Config, new: Config) -> tuple[dict[str, Any], list[str]]:
     """Return what may change at once, by key, and the keys that differ but need a restart."""
     differ = [key for key in FIELDS if getattr(old, key) != getattr(new, key)]
@@ -213,79 +216,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _parsed(key: str, value: Any, name: Callable[[str], str]) -> Any:
     try:
-        return _KINDS[FIELDS[key].metadata["kind"]](value)
+        return KINDS[FIELDS[key].metadata["kind"]](value)
     except (ValueError, TypeError) as error:
         # What was said of `state` may hold a password; pairs say themselves which is wrong.
         shown = "" if key in ("state", "set") else f"{value!r}: "
         raise ValueError(f"{name(key)} {shown}{error}") from None
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("must be a text")
-    return value
-
-
-def _path(value: Any) -> Path:
-    if not _text(value):
-        raise ValueError("must be a path")
-    return Path(value).expanduser()
-
-
-def _share(value: Any) -> float:
-    wrong = "must be a number, 0 to 1"
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(wrong)
-    try:
-        share = float(value)
-    except ValueError:
-        raise ValueError(wrong) from None
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(wrong)
-    return share
-
-
-def _mode(value: Any) -> int:
-    text = value if isinstance(value, str) else ""
-    digits = text.removeprefix("0o")
-    if not digits or not set(digits) <= set("01234567") or int(digits, 8) & ~0o777:
-        raise ValueError("must be octal, as a text: '0660'")
-    if int(digits, 8) & 0o600 != 0o600:
-        raise ValueError("must let its owner read and write: '0600'")
-    return int(digits, 8)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("must be a list of names")
-    return tuple(part.strip() for part in parts if part.strip())
-
-
-def _pairs(value: Any) -> dict[str, str]:
-    if isinstance(value, Mapping):
-        if any(isinstance(one, Mapping) for one in value.values()):
-            raise ValueError("must be a table of values")
-        return {str(key): _setting(one) for key, one in value.items()}
-    return parse_settings(value.split() if isinstance(value, str) else value, "")
-
-
-def _setting(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _level(value: Any) -> str:
-    if str(value).lower() not in LEVELS:
-        raise ValueError(f"must be one of {', '.join(LEVELS)}")
-    return str(value).lower()
-
-
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "text": _text,
-    "path": _path,
-    "share": _share,
-    "mode": _mode,
-    "names": _names,
-    "pairs": _pairs,
-    "level": _level,
-}

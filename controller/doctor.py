@@ -22,7 +22,7 @@ from parlay.controller.tokens import Tokens
 from parlay.policies.doctor import Asked, Finding, Verdict
 from parlay.policies.synthetic import LIMITS, History
 from parlay.protos import codec
-from parlay.protos.credentials import Credentials, from_environment
+from parlay.protos.credentials import Credentials, from_environment, is_private
 from parlay.v1 import admin_pb2, admin_pb2_grpc
 
 SOON = timedelta(days=14)
@@ -57,7 +57,7 @@ def checks(asked: Asked) -> Iterator[Finding]:
     if config.admin:
         yield _admin(config.admin)
     if config.http:
-        yield _http(config.http)
+        yield _http(config)
 
 
 def _secrets(file: Path | None, config: Config) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def _secrets(file: Path | None, config: Config) -> Iterator[Finding]:
     if file is not None and "@" in config.state and file.stat().st_mode & 0o004:
         text = f"{file} holds the store's password, and everybody can read it"
         yield Finding(WARN, "config", text, f"chmod o-r {file}, or use PARLAY_STATE")
-    for tokens in (config.tokens, config.admin_tokens):
+    for tokens in (config.tokens, config.admin_tokens, config.http_tokens):
         if tokens is not None:
             mend = (
                 "a token a line, of openssl rand -hex 32; chmod 0640, owned by the sidecar's user"
@@ -195,14 +195,18 @@ def _asked(what: str, target: str, who: str, ask: Callable[[grpc.Channel, Any], 
         return Finding(FAIL, what, _line(error), f"see PARLAY_{who}_*_FILE")
 
 
-def _http(address: str) -> Finding:
-    host, _, port = address.rpartition(":")
+def _http(config: Config) -> Finding:
+    host, _, port = config.http.rpartition(":")
     reached = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    secure = config.tls_cert is not None and not is_private(config.http)
     try:
-        found = fetch(f"http://{reached}:{port}", "/health")
+        # Asked at an address of its own: its certificate is of the name that others know it by.
+        found = fetch(f"http{'s' * secure}://{reached}:{port}", "/health", any_name=True)
     except (OSError, ValueError) as error:
-        return Finding(FAIL, "http", str(error), "start it: parlay serve --http host:port")
-    return Finding(OK, "http", f"{address}: {found.get('status')}, engines {found.get('engines')}")
+        mend = "start it: parlay serve --http host:port; PARLAY_HTTP_CA_FILE: who signed its own"
+        return Finding(FAIL, "http", str(error), mend)
+    seen = found.get("engines", "for whoever shows a token")
+    return Finding(OK, "http", f"{config.http}: {found.get('status')}, engines {seen}")
 
 
 def _tried(what: str, look: Callable[[], str], mend: str) -> Finding:

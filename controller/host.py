@@ -11,9 +11,10 @@ from time import perf_counter
 
 from parlay.controller.heard import HeardStep
 from parlay.controller.learned_states import Snapshot
-from parlay.controller.lifecycle import Lifecycle, UnknownEngine
+from parlay.controller.lifecycle import Lifecycle
 from parlay.controller.observatory import Observatory
 from parlay.controller.session import Counts, Session, spec_of
+from parlay.controller.standing import UnknownEngine
 from parlay.policies.types import BatchView, Plan, StepOutcome
 from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
 
@@ -40,7 +41,8 @@ class Host:
     """Keeps a session for each engine; raises ValueError where policy or settings are unknown.
 
     keep: gets every step whose view and outcome were heard; it must not raise nor take long.
-    warm: what engines that are new start from. watch: is told of every decision and outcome.
+    warm: what engines that are new start from. watch: is told of every decision and outcome. late:
+    where the policy allows it, what a report tells is learned once its plan is out.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Host:
         keep: Callable[[HeardStep], None] | None = None,
         warm: Snapshot | None = None,
         watch: Observatory | None = None,
+        late: bool = False,
     ) -> None:
-        self.keep, self.warm, self.watch = keep, warm, watch
+        self.keep, self.warm, self.watch, self.late = keep, warm, watch, late
         self.sessions: dict[str, Session] = {}
         self.lifecycle = Lifecycle(spec_of(policy, settings), self.sessions)
         self._streams = count(1)
@@ -72,7 +75,10 @@ class Host:
                 f"protocol version {hello.protocol_version} is not spoken here, only"
                 f" {PROTOCOL_VERSION}: run an engine and a controller of the same release"
             )
-        session = self.sessions.pop(hello.engine_id, None)
+        session = self.sessions.get(hello.engine_id)
+        if session is not None and session.stream > 0 and not stream:
+            _check_same(session, hello)
+        self.sessions.pop(hello.engine_id, None)
         resumed = session is not None and session.limits == hello.limits
         if session is None or not resumed:
             if session is not None:
@@ -84,51 +90,94 @@ class Host:
             self.lifecycle.join(session)
         if session.run_id != hello.run_id:
             session.restart(hello.run_id)
+        elif stream:
+            # A view whose step id came damaged must not silence every stream that follows.
+            session.last_view = -1
         session.stream = stream or session.stream
         session.counts.hellos += 1
         last = session.last_outcome if session.last_outcome >= 0 else None
         return session, Welcome(session.spec.name, resumed, last)
 
     def report(self, session: Session, stream: int, report: StepReport) -> Plan | None:
-        """Learn from the outcome, then decide on the view; None: there is nothing to decide."""
+        """Decide on the view, None: there is nothing to decide, and learn from the outcome.
+
+        Learns first, or, where that may wait, in `settle`, which is called once the plan is out.
+        """
         if session.stream != stream:
             raise Superseded("another stream said hello with this engine id")
-        if report.outcome is not None:
-            self.observe(session, report.outcome)
-        return None if report.view is None else self.decide(session, report.view)
+        if report.outcome is not None and self._counts(session, report.outcome):
+            session.put_off = report.outcome
+            if not self._may_wait(session, report):
+                self.settle(session)
+        return None if report.view is None else self._decided(session, report.view)
+
+    def settle(self, session: Session) -> None:
+        """Learn from what was put off, if anything was."""
+        outcome, session.put_off = session.put_off, None
+        if outcome is not None:
+            self._learn(session, outcome)
 
     def observe(self, session: Session, outcome: StepOutcome) -> bool:
         """Learn from an outcome once; False where it is repeated or out of order."""
+        self.settle(session)
+        new = self._counts(session, outcome)
+        if new:
+            self._learn(session, outcome)
+        return new
+
+    def decide(self, session: Session, view: BatchView) -> Plan | None:
+        """Return a plan for a view that is newer than the last; None for any other."""
+        self.settle(session)
+        return self._decided(session, view)
+
+    def _counts(self, session: Session, outcome: StepOutcome) -> bool:
         if outcome.step_id <= session.last_outcome:
             session.counts.ignored_outcomes += 1
             return False
+        self.settle(session)
         session.last_outcome = outcome.step_id
         session.counts.outcomes += 1
+        return True
+
+    def _may_wait(self, session: Session, report: StepReport) -> bool:
+        """Say whether learning may come after the decision: only of a step that was decided."""
+        return (
+            self.late
+            and report.view is not None
+            and report.outcome is not None
+            and report.outcome.step_id == session.last_view
+            and not session.trials
+            and bool(getattr(session.policy, "learns_late", False))
+        )
+
+    def _learn(self, session: Session, outcome: StepOutcome) -> None:
         step = None
         if self.keep is not None or session.trials:
             step = session.waiting.step_of(session.engine_id, outcome)
             if step is not None and self.keep is not None:
                 self.keep(step)
-        if session.trials:
-            self.lifecycle.observe(session, outcome, step)
-        else:
-            session.policy.observe(outcome)
+        try:
+            if session.trials:
+                self.lifecycle.observe(session, outcome, step)
+            else:
+                session.policy.observe(outcome)
+        except Exception as error:
+            self.lifecycle.fell(session, error)
         if self.watch is not None:
             self.watch.observed(session, outcome)
-        return True
 
-    def decide(self, session: Session, view: BatchView) -> Plan | None:
-        """Return a plan for a view that is newer than the last; None for any other."""
+    def _decided(self, session: Session, view: BatchView) -> Plan | None:
         if view.step_id <= session.last_view:
             session.counts.ignored_views += 1
             return None
         session.last_view = view.step_id
         session.counts.plans += 1
         start_s = perf_counter()
-        if not session.trials:
-            plan = session.policy.decide(view)
-        else:
-            plan = self.lifecycle.decide(session, view)
+        try:
+            plan = self._planned(session, view)
+        except Exception as error:
+            self.lifecycle.fell(session, error)
+            plan = self._planned(session, view)
         session.state_version = plan.state_version
         if self.keep is not None or session.trials:
             session.waiting.decided(view, plan)
@@ -145,8 +194,14 @@ class Host:
 
     def leave(self, session: Session, stream: int) -> None:
         """Note that a stream has ended; what was learned stays."""
+        self.settle(session)
         if session.stream == stream:
             session.stream = 0
+
+    def _planned(self, session: Session, view: BatchView) -> Plan:
+        if session.trials:
+            return self.lifecycle.decide(session, view)
+        return session.policy.decide(view)
 
     def _new(self, hello: Hello) -> Session:
         """Return a session of the active policy, started from the snapshot where one fits."""
@@ -163,3 +218,12 @@ class Host:
         if oldest is None:
             raise Full(f"{MAX_SESSIONS} engines are connected, which is the most at a time")
         del self.sessions[oldest]
+
+
+def _check_same(session: Session, hello: Hello) -> None:
+    """Raise ValueError where a unary call would end what an open stream is steered by."""
+    if session.limits != hello.limits or session.run_id != hello.run_id:
+        raise ValueError(
+            f"engine '{hello.engine_id}' is steered on a stream, in another run or with other"
+            " limits: call with an engine_id of your own"
+        )

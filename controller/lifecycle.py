@@ -4,20 +4,21 @@ A candidate is shadowed (decides, is not applied), or on canary: it decides for 
 requests, and with switch-back for short blocks of steps that are compared with like ones of the
 active policy. It is promoted when the lower bound of that comparison is above 1. A candidate that
 raises, returns a plan that no engine could follow, or loses more than `candidate` allows is taken
-out at once; the active policy decides the same step.
+out at once; the active policy decides the same step. One that raises soon after it became active
+makes way for the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from parlay.controller.candidate import Candidate, Ratio, Stage, in_words, ratio_of
+from parlay.controller.candidate import Candidate, Stage, in_words, ratio_of
 from parlay.controller.heard import HeardStep
 from parlay.controller.session import Session, Spec
 from parlay.controller.shadow import Beside
+from parlay.controller.standing import NotNow, Standing, UnknownEngine, Verdict
 from parlay.controller.trial import CandidateFailed, Trial, only_following
 from parlay.policies.policy import Policy
 from parlay.policies.types import BatchView, Plan, StepOutcome
@@ -26,35 +27,8 @@ MOST_CANDIDATES = 4
 MOST_KEPT = 2
 """Policies that were active before, kept by each session as they were left."""
 _MOST_BEFORE = 16
-
-
-class UnknownEngine(ValueError):
-    """No Hello was heard from this engine."""
-
-
-class NotNow(ValueError):
-    """The step does not follow from where the policies stand."""
-
-
-@dataclass(slots=True, frozen=True)
-class Standing:
-    """The active policy, and engines that have one of their own."""
-
-    spec: Spec
-    own: Mapping[str, Spec] = field(default_factory=dict)
-
-    def of(self, engine_id: str) -> Spec:
-        """Return the policy that is active on an engine."""
-        return self.own.get(engine_id, self.spec)
-
-
-@dataclass(slots=True, frozen=True)
-class Verdict:
-    """Whether a candidate was promoted, the measurement behind it, and both in words."""
-
-    promoted: bool
-    speed: Ratio
-    words: str
+PROBATION_STEPS = 10_000
+"""A policy that raises within so many steps of becoming active is rolled back."""
 
 
 def _unheard(what: str, policy: str, why: str) -> None:
@@ -64,7 +38,7 @@ def _unheard(what: str, policy: str, why: str) -> None:
 class Lifecycle:
     """Policies of all sessions; changes are whole: a ValueError leaves everything as it was.
 
-    note: is told what happens without anybody's call: (what, policy, why).
+    note: is told what happens without anybody's call: (what, policy, why); automatic: how often.
     """
 
     def __init__(self, active: Spec, sessions: Mapping[str, Session]) -> None:
@@ -75,6 +49,7 @@ class Lifecycle:
         self.note: Callable[[str, str, str], None] = _unheard
         self._sessions = sessions
         self._before: list[Standing] = []
+        self.automatic = 0
 
     # --- Every step of an engine with candidates -------------------------------------------------
 
@@ -206,6 +181,22 @@ class Lifecycle:
             return back.of(changed[0]), out.of(changed[0])
         return back.spec, out.spec
 
+    def fell(self, session: Session, error: Exception) -> None:
+        """Go back to what was active before a policy that raised, on every engine.
+
+        Raises the error where nothing was, or where the policy has decided for long: what is wrong
+        then came from elsewhere.
+        """
+        out, place = session.spec, len(self._before)
+        while place and self._before[place - 1].of(session.engine_id) == out:
+            place -= 1
+        if not place or self.decided(out)[0] > PROBATION_STEPS:
+            raise error
+        self._stand(self._before[place - 1])
+        self._before = self._before[: place - 1]
+        text = " ".join(str(error).split())
+        self._noted(out, f"{type(error).__name__}: {text}")
+
     # --- Where they stand ------------------------------------------------------------------------
 
     @property
@@ -258,7 +249,11 @@ class Lifecycle:
         """End a trial without anybody's call."""
         if self.candidates.get(candidate.spec.name) is candidate:
             self._drop(candidate, why)
-            self.note("roll back", candidate.spec.name, why)
+            self._noted(candidate.spec, why)
+
+    def _noted(self, out: Spec, why: str) -> None:
+        self.automatic += 1
+        self.note("roll back", out.name, why)
 
     def _drop(self, candidate: Candidate, why: str) -> None:
         del self.candidates[candidate.spec.name]

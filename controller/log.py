@@ -27,7 +27,7 @@ IDLE_S = 2.0
 DEFER_S = 0.002
 """A step is worked on so long after it came: the plan that answers it is made and sent first."""
 YIELD_S = 0.0005
-RETRY_S = 5.0
+RETRY_S = 1.0
 CLOSE_S = 5.0
 """How long `close` waits for a disk at most."""
 log = logging.getLogger("parlay.controller")

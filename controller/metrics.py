@@ -6,11 +6,11 @@ test holds the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,6 +28,11 @@ from parlay.policies.types import PROPOSERS, Array, PlanSource, Reason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Engines = list[tuple[str, EngineSeen]]
+COUNTS = {
+    "parlay_automatic_rollbacks": "Policies taken out without anybody's call.",
+    "parlay_audit_failed_writes": "Entries of the audit trail that could not be written.",
+    "parlay_state_failed_exchanges": "Exchanges with the store of what is learned that failed.",
+}
 
 
 class LogLag(Protocol):
@@ -44,8 +49,9 @@ class LogLag(Protocol):
 class Metrics(Collector):
     """Exposes an observatory, a decision log if there is one, and how far Redis lags if it is used.
 
-    policy: returns the name of the one that is active. redis_lag_s: returns the seconds since the
-    newest exchange with Redis that worked.
+    policy: returns the name of the one that is active. redis_lag_s: returns the seconds since
+    the newest exchange with Redis that worked. refused: by listener, returns how many calls were;
+    counts: by name of COUNTS, returns one of them, 0 where there is none.
     """
 
     def __init__(
@@ -57,7 +63,10 @@ class Metrics(Collector):
     ) -> None:
         self.observatory, self.policy = observatory, policy
         self.log, self.redis_lag_s = log, redis_lag_s
+        self.refused: dict[str, Callable[[], int]] = {}
+        self.counts: dict[str, Callable[[], int]] = {}
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
     def text(self) -> bytes:
@@ -75,6 +84,7 @@ class Metrics(Collector):
         yield from _positions(engines)
         yield from _load(engines, now_s)
         yield from _gains(engines)
+        yield from _sidecar(self.refused, self.counts)
         if self.log is not None:
             yield from _log(self.log)
         if self.redis_lag_s is not None:
@@ -221,6 +231,21 @@ def _gains(engines: Engines) -> Iterator[Metric]:
     for engine, report in reports:
         switches.add_metric([engine], report.switches)
     yield switches
+
+
+def _sidecar(
+    refused: Mapping[str, Callable[[], int]], counts: Mapping[str, Callable[[], int]]
+) -> Iterator[Metric]:
+    calls = CounterMetricFamily(
+        "parlay_refused_calls", "Calls without the right token or name.", labels=("listener",)
+    )
+    for listener, count in refused.items():
+        calls.add_metric([listener], count())
+    yield calls
+    for name, help_text in COUNTS.items():
+        metric = CounterMetricFamily(name, help_text)
+        metric.add_metric([], counts[name]() if name in counts else 0)
+        yield metric
 
 
 def _log(log: LogLag) -> Iterator[Metric]:

@@ -41,10 +41,11 @@ class Running:
     door: Door
     admin_door: Door
     steps: StepLog | None = None
+    page_tokens: Tokens | None = None
 
     def reload(self) -> None:
         """Read the configuration anew and apply what may change; never raises for what it says."""
-        for tokens in (self.door.tokens, self.admin_door.tokens):
+        for tokens in (self.door.tokens, self.admin_door.tokens, self.page_tokens):
             if tokens is not None:
                 tokens.refresh(at_once=True)
         try:

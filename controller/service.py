@@ -19,10 +19,13 @@ from parlay.controller.access import Access, Denied, Door, Unauthenticated
 from parlay.controller.admin import AdminServicer
 from parlay.controller.audit import Audit
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
+from parlay.controller.reflection import reflect
+from parlay.controller.tracing import Tracing
 from parlay.protos import codec
 from parlay.v1 import admin_pb2_grpc
 
 SERVICE = "parlay.v1.PolicyService"
+CUT_SHARE = 0.75
 ADMIN_SERVICE = "parlay.v1.AdminService"
 OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -33,6 +36,8 @@ OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 ADMIN_OPTIONS = (("grpc.so_reuseport", 0),)
+MOST_CALLS = 1024
+"""Calls and streams at a time on a listener; more are RESOURCE_EXHAUSTED before they are read."""
 
 
 class Draining(ValueError):
@@ -105,8 +110,14 @@ class Servicer:
                         yield codec.encode_response(welcome)
                     elif session is None:
                         raise ValueError("the first message on a stream must be a hello")
-                    elif (plan := self.host.report(session, stream, request)) is not None:
-                        yield codec.encode_response(plan)
+                    else:
+                        plan = self.host.report(session, stream, request)
+                        if plan is not None:
+                            yield codec.encode_response(plan)
+                        if session.put_off is not None:
+                            # Other engines' plans first.
+                            await asyncio.sleep(0)
+                            self.host.settle(session)
                     if self.draining:
                         yield codec.encode_response(codec.Config(draining=True))
         except Exception as error:
@@ -169,20 +180,25 @@ async def serve(
     snapshots: Path | None = None,
     door: Door | None = None,
     admin_door: Door | None = None,
+    tracing: Tracing | None = None,
+    reflection: bool = False,
 ) -> None:
     """Serve at `target` (unix:/path or host:port) until `stop`, then drain for at most `grace_s`.
 
     admin_target: where AdminService listens, None nowhere; audit, snapshots: see `AdminServicer`;
-    door, admin_door: how each is guarded. Calls `ready` with the address that is served. Raises
-    OSError where one cannot be bound, ValueError where other hosts reach one that asks nothing.
+    door, admin_door: how each is guarded; tracing: makes spans of unary calls; reflection: whether
+    listeners tell what they serve. Calls `ready` with the address that is served. Raises OSError
+    where one cannot be bound, ValueError where other hosts reach one that asks nothing.
     """
     door = door or Door()
     door.check(target, "the sidecar")
-    server = _server(door, OPTIONS)
+    server = _server(door, OPTIONS, tracing)
     servicer = Servicer(host)
     checker = health.aio.HealthServicer()
     server.add_generic_rpc_handlers((servicer.handler(),))
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    if reflection:
+        reflect(server, (SERVICE, health.SERVICE_NAME))
     port = _bind(server, target, door)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -192,11 +208,8 @@ async def serve(
 
     people = None
     if admin_target is not None:
-        people = _admin_server(
-            AdminServicer(host, audit or Audit(), drain, snapshots),
-            admin_target,
-            admin_door or Door(),
-        )
+        ours = AdminServicer(host, audit or Audit(), drain, snapshots)
+        people = _admin_server(ours, admin_target, admin_door or Door(), tracing, reflection)
         await people.start()
     await server.start()
     for name in ("", SERVICE):
@@ -204,7 +217,8 @@ async def serve(
     try:
         ready(target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}")
         await stop.wait()
-        servicer.draining = True
+        # Who is still there then is told why; what gRPC cancels it logs as an error of ours.
+        servicer.drain(CUT_SHARE * grace_s)
         await checker.enter_graceful_shutdown()
     finally:
         await server.stop(grace_s)
@@ -212,10 +226,14 @@ async def serve(
             await people.stop(grace_s)
 
 
-def _server(door: Door, options: Sequence[tuple[str, Any]]) -> grpc.aio.Server:
+def _server(
+    door: Door, options: Sequence[tuple[str, Any]], tracing: Tracing | None
+) -> grpc.aio.Server:
     """Return a server behind a door; one that asks nothing costs nothing."""
-    guards = [Access(door)] if door.asks else []
-    return grpc.aio.server(interceptors=guards, options=options)
+    guards: list[grpc.aio.ServerInterceptor] = [] if tracing is None else [tracing]
+    if door.asks:
+        guards.append(Access(door))
+    return grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
 
 
 def _bind(server: grpc.aio.Server, target: str, door: Door) -> int:
@@ -235,10 +253,14 @@ def _bind(server: grpc.aio.Server, target: str, door: Door) -> int:
     return port
 
 
-def _admin_server(servicer: AdminServicer, target: str, door: Door) -> grpc.aio.Server:
+def _admin_server(
+    servicer: AdminServicer, target: str, door: Door, tracing: Tracing | None, reflection: bool
+) -> grpc.aio.Server:
     """Return a server of AdminService, bound where only this host, or who is let in, calls it."""
     door.check(target, "admin")
-    server = _server(door, ADMIN_OPTIONS)
+    server = _server(door, ADMIN_OPTIONS, tracing)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    if reflection:
+        reflect(server, (ADMIN_SERVICE,))
     _bind(server, target, door)
     return server

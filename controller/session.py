@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from parlay.controller.heard import Waiting
 from parlay.policies.policy import EngineLimits, Policy, make_policy
+from parlay.policies.types import StepOutcome
 
 if TYPE_CHECKING:
     from parlay.controller.trial import Trial
@@ -46,7 +47,8 @@ class Session:
     """One engine: its policy, how far its history was heard, and the stream that steers it.
 
     trials: candidates beside the policy, empty most of the time; kept: policies that were active
-    before, as they were left; plans_before: plans that were not made by `policy`.
+    before, as they were left; plans_before: plans that were not made by `policy`; put_off: an
+    outcome that is to be learned from once its engine has its plan.
     """
 
     policy: Policy
@@ -63,6 +65,7 @@ class Session:
     kept: dict[Spec, Policy] = field(default_factory=dict)
     plans_before: int = 0
     state_version: int = 0
+    put_off: StepOutcome | None = None
 
     def restart(self, run_id: int) -> None:
         """Begin a new run of step ids; what was learned stays."""

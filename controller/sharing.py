@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from parlay.controller.session import Session
-from parlay.controller.slot import decode, encode
+from parlay.controller.slot import counts_in, decode, encode
 from parlay.controller.store import Held, Scope, Store
-from parlay.policies.acceptance import CHANNELS
 from parlay.policies.counts import Counts
 from parlay.policies.policy import Policy
 from parlay.policies.shared_stats import Pool, Slot, acceptance_of, saved_of, warm
@@ -35,9 +34,10 @@ SILENT_S = 5.0
 """An engine that left, or says nothing outside a stream, is no longer spoken for."""
 WARM_STEPS = 64
 """A policy that has learned from so many steps is not loaded over."""
-MOST_BACKOFF_S = 2.0
+MOST_BACKOFF_S = 1.0
 CLOSE_S = 3.0
 log = logging.getLogger("parlay.controller")
+_Known = dict[tuple[Scope, str], Counts | None]
 
 
 @dataclass(slots=True)
@@ -244,11 +244,12 @@ class Sharing:
         pooled = {(m.scope, m.writer): encode(m.out.arrays()) for m in live if m.out is not None}
         found = self._store.exchange(pooled)
         self._exchanged_s = time.monotonic()
+        known: _Known = {}
         for member in live:
             if not member.asked:
                 member.saved = self._saved(member)
                 member.asked = True
-            member.heard = self._slots(member, found.get(member.scope, {}))
+            member.heard = self._slots(member, found.get(member.scope, {}), known)
         self.counts.writers = max((len(slots) for slots in found.values()), default=0)
         self._crowded = self.counts.writers > CROWD
         self._save()
@@ -257,18 +258,23 @@ class Sharing:
             log.warning("state is shared again")
         self.counts.last_error, self._backoff_s = "", 0.0
 
-    def _slots(self, member: _Member, found: Mapping[str, Held]) -> dict[str, Slot]:
-        """Return the others' counts; those that cannot be read, or do not fit, are counted."""
+    def _slots(self, member: _Member, found: Mapping[str, Held], known: _Known) -> dict[str, Slot]:
+        """Return the others' counts; those that cannot be read, or do not fit, are counted.
+
+        known: those read before, for another engine of this exchange; they are added to.
+        """
         slots, now_s = {}, time.monotonic()
         for writer, held in found.items():
             if writer == member.writer:
                 continue
-            try:
-                counts = Counts.of_arrays(decode(held.data), CHANNELS, member.scope.k_max)
-            except ValueError:
+            key = (member.scope, writer)
+            if key not in known:
+                known[key] = counts_in(held.data, member.scope.k_max)
+            counts = known[key]
+            if counts is None:
                 self.counts.ignored_slots += 1
-                continue
-            slots[writer] = Slot(counts, now_s - held.age_s)
+            else:
+                slots[writer] = Slot(counts, now_s - held.age_s)
         return slots
 
     def _saved(self, member: _Member) -> tuple[dict[str, Array], float, bool] | None:

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from parlay.policies.acceptance import CHANNELS
+from parlay.policies.counts import Counts
 from parlay.policies.types import Array
 
 SCHEMA = 1
@@ -81,3 +83,11 @@ def _arrays(data: bytes, size: int) -> dict[str, Array]:
     if at != len(data):
         raise ValueError("bytes are left over")
     return arrays
+
+
+def counts_in(data: bytes, k_max: int) -> Counts | None:
+    """Return a slot's counts, None where it is damaged or does not fit."""
+    try:
+        return Counts.of_arrays(decode(data), CHANNELS, k_max)
+    except ValueError:
+        return None

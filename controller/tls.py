@@ -62,6 +62,20 @@ class ServerTls:
         return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
 
 
+class PageTls:
+    """A certificate for the page, whose server takes a context; raises as ServerTls does."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self.files = ServerTls(cert, key)
+        self.context = check_pair(cert, key)
+
+    def refresh(self) -> None:
+        """Show who connects from now on the newest files that fit together."""
+        if self.files._newest() is not None:
+            with contextlib.suppress(OSError):  # replaced once more, just now: the next time
+                self.context.load_cert_chain(self.files.cert, self.files.key, password=lambda: "")
+
+
 def check_pair(cert: Path, key: Path) -> ssl.SSLContext:
     """Return a context that shows the certificate; raises OSError or ValueError, see ServerTls."""
     for file in (cert, key):

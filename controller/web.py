@@ -30,12 +30,19 @@ from parlay.controller.figures import INK, LABEL, figures
 from parlay.controller.metrics import CONTENT_TYPE, Metrics
 from parlay.controller.observatory import Observatory, Unknown
 from parlay.controller.overview import overview
+from parlay.controller.page_door import PageDoor
+from parlay.controller.tls import PageTls
+from parlay.controller.tokens import Tokens
 from parlay.controller.wording import gain, number, share
 
 FOLD_S = 0.25
 """How often what was put aside is added up."""
 FRESH_S = 1.0
 """How long what was made for a page serves others."""
+RENEW_S = 5.0
+"""How often the page looks whether its certificate was replaced."""
+MOST_READERS = 64
+"""Connections at a time; whoever comes then is told to come back (503)."""
 _PAGE = Path(__file__).parent / "page"
 _PLOTLY = "plotly.min.js"
 _KINDS = {".js": "text/javascript", ".css": "text/css"}
@@ -43,11 +50,29 @@ _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' 
 
 
 class Page:
-    """Answers requests about an observatory."""
+    """Answers requests about an observatory.
 
-    def __init__(self, observatory: Observatory, metrics: Metrics) -> None:
+    tokens: who may ask, None: whoever reaches it; tls: what it is served with, None: plain HTTP.
+    """
+
+    def __init__(
+        self,
+        observatory: Observatory,
+        metrics: Metrics,
+        tokens: Tokens | None = None,
+        tls: PageTls | None = None,
+    ) -> None:
         self.observatory, self.metrics = observatory, metrics
+        self.tokens, self.tls = tokens, tls
         self._made: dict[str | None, tuple[float, bytes]] = {}
+
+    def served(self) -> Any:
+        """Return the application behind its door."""
+        if self.tokens is None:
+            return self.app()
+        door = PageDoor(self.app(), self.tokens)
+        self.metrics.refused["page"] = lambda: door.refused
+        return door
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -146,16 +171,30 @@ async def listening(page: Page, bound: socket.socket) -> AsyncIterator[str]:
     Yields the URL. Runs on the caller's loop and leaves the process's signals alone.
     """
     config = uvicorn.Config(
-        page.app(), ws="none", lifespan="off", log_config=None, access_log=False
+        page.served(),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        limit_concurrency=MOST_READERS,
+        ssl_certfile=None if page.tls is None else page.tls.files.cert,
+        ssl_keyfile=None if page.tls is None else page.tls.files.key,
     )
+    config.load()
+    if page.tls is not None:
+        config.ssl = page.tls.context
     server = _Server(config)
+    tasks = [asyncio.create_task(_every(FOLD_S, page.observatory.fold))]
+    if page.tls is not None:
+        tasks.append(asyncio.create_task(_every(RENEW_S, page.tls.refresh)))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
-    folding = asyncio.create_task(_every(FOLD_S, page.observatory.fold))
     try:
         host, port = bound.getsockname()[:2]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if page.tls is None else "https"
+        yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     finally:
-        folding.cancel()
+        for task in tasks:
+            task.cancel()
         server.should_exit = server.force_exit = True
         await serving
         bound.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _PEAK = "VmHWM:"
@@ -12,10 +13,9 @@ _LATE_MB = 8.0
 
 def reset_peak(pid: int) -> bool:
     """Begin anew with the peak of process `pid`; False where it stays that of its whole life."""
-    try:
+    # Some containers refuse it, others take it and do nothing: the figures tell.
+    with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass  # some containers refuse it, others take it and do nothing: the figures tell
     now, peak = _status_mb(pid, _NOW), peak_mb(pid)
     return now is not None and peak is not None and peak - now < _LATE_MB
 
@@ -23,6 +23,11 @@ def reset_peak(pid: int) -> bool:
 def peak_mb(pid: int) -> float | None:
     """Return the most resident MB (10^6 bytes) since `reset_peak`; None where nobody counts."""
     return _status_mb(pid, _PEAK)
+
+
+def resident_mb(pid: int) -> float | None:
+    """Return the resident MB (10^6 bytes) of now; None where nobody counts."""
+    return _status_mb(pid, _NOW)
 
 
 def _status_mb(pid: int, name: str) -> float | None:

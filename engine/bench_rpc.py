@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
+from parlay.engine.bench_fleet import measure_fleet, percentiles
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner, RemoteStats
-from parlay.engine.sidecar import START_S, sidecar
+from parlay.engine.sidecar import START_S, sidecar, sidecar_process
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 
@@ -23,6 +22,9 @@ _MEANING = {
     "paced_p50_us": "the same with a step each 10 ms",
     "engine_thread_p50_us": "what a step costs the engine's own thread, which never waits",
     "fresh_share": "steps that followed a plan of the newest report or the one before",
+    "engines_p50_us": "from a report to its plan, 64 requests and a step each 10 ms everywhere",
+    "engines_lost": "reports that no plan came back for",
+    "engines_memory_end_mb": "of the sidecar's process",
 }
 WARM_UP_STEPS = 50
 PACE_S = 0.010
@@ -32,23 +34,30 @@ BUSY_S = 0.002
 
 def bench_rpc(
     requests: Annotated[int, typer.Option(min=1, max=4096, help="rows of the batch")] = 256,
-    policy: Annotated[str, typer.Option(help="the sidecar's policy")] = "goodput",
+    policy: Annotated[str, typer.Option(help="the sidecar's policy")] = "pilot",
     steps: Annotated[int, typer.Option(min=10, help="steps of each loop")] = 500,
+    engines: Annotated[
+        int, typer.Option(min=0, max=64, help="then ask a sidecar from so many engines at once")
+    ] = 0,
+    seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="for so long")] = 60.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Measure the round trip to the sidecar, and what it costs the engine's thread."""
+    figures: dict[str, object] = {"requests": requests, "policy": policy, "steps": steps}
     try:
         make_policy(policy, None, LIMITS)
         with sidecar(policy) as target:
-            measured = measure(target, requests, steps)
+            figures.update(measure(target, requests, steps))
+        if engines:
+            with sidecar_process(policy) as (target, pid):
+                figures.update(engines=engines, seconds=seconds)
+                figures.update(measure_fleet(target, pid, engines, seconds))
     except (OSError, ValueError) as error:
         typer.echo(f"parlay bench rpc: {error}", err=True)
         raise typer.Exit(1) from None
-    figures: dict[str, object] = {"requests": requests, "policy": policy, "steps": steps}
-    figures.update(measured)
     for name, value in figures.items():
         shown = f"{value:.4g}" if isinstance(value, float) else value
-        typer.echo(f"{name:22} {shown!s:8} {_MEANING.get(name, '')}".rstrip())
+        typer.echo(f"{name:23} {shown!s:8} {_MEANING.get(name, '')}".rstrip())
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -57,9 +66,9 @@ def measure(target: str, requests: int, steps: int) -> dict[str, float]:
     """Return the figures: times in microseconds, shares of steps."""
     closed, paced, hidden = [_loop(target, requests, steps, *how) for how in _LOOPS]
     return {
-        **_percentiles("", closed.stats.engine_thread_us),
-        **_percentiles("paced_", paced.stats.engine_thread_us),
-        **_percentiles("engine_thread_", hidden.stats.engine_thread_us),
+        **percentiles("", closed.stats.engine_thread_us),
+        **percentiles("paced_", paced.stats.engine_thread_us),
+        **percentiles("engine_thread_", hidden.stats.engine_thread_us),
         "fresh_share": hidden.stats.fresh_share,
     }
 
@@ -102,8 +111,3 @@ def _spend(end_s: float) -> None:
     while time.perf_counter() < busy_s:
         pass
     time.sleep(max(0.0, end_s - time.perf_counter()))
-
-
-def _percentiles(prefix: str, samples_us: Iterable[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(list(samples_us), [50, 99])
-    return {f"{prefix}p50_us": float(p50), f"{prefix}p99_us": float(p99)}

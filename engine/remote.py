@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import queue
 import random
@@ -22,8 +21,10 @@ from typing import Any
 import grpc
 
 from parlay.engine.address import check_address
+from parlay.engine.outbox import Outbox, Report
 from parlay.engine.planner import Planner
 from parlay.engine.quiet import Quiet
+from parlay.engine.remote_call import SILENCE_S, Call
 from parlay.engine.remote_stats import RemoteStats
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
@@ -32,9 +33,6 @@ from parlay.protos.credentials import Credentials, from_environment
 
 __all__ = ["EngineInfo", "RemotePlanner", "RemoteStats"]
 
-QUEUE_REPORTS = 64
-SILENCE_S = 1.0
-"""A call that owes an answer for so long is given up."""
 BACKOFF_S = (0.05, 1.0)
 SUPERSEDED_S = 5.0
 """How long to leave a sidecar to another engine of our id: who comes back at once fights it."""
@@ -64,36 +62,6 @@ class EngineInfo:
             raise ValueError(f"engine_id must have 1 to {codec.MAX_ID_BYTES} bytes")
 
 
-@dataclass(slots=True)
-class _Report:
-    """One step on its way out: its run of step ids, what ended, what starts."""
-
-    run: int
-    outcome: StepOutcome | None
-    view: BatchView | None
-
-
-@dataclass(slots=True)
-class _Call:
-    """One stream; asked_s: when it was first asked something since its last answer, if it was."""
-
-    channel: grpc.Channel | None = None
-    stream: Any = None
-    open: bool = True
-    welcomed: bool = False
-    steered: bool = False
-    draining: bool = False
-    superseded: bool = False
-    asked_s: float | None = None
-    written: threading.Event = field(default_factory=threading.Event)
-
-    def ask(self) -> None:
-        self.asked_s = self.asked_s or time.monotonic()
-
-    def silent(self) -> bool:
-        return time.monotonic() - (self.asked_s or math.inf) > SILENCE_S
-
-
 class RemotePlanner:
     """A Planner that asks the sidecar at `target` (unix:/path or host:port); `fallback` stands in.
 
@@ -117,14 +85,15 @@ class RemotePlanner:
         self._credentials.check(target)
         self.stats = RemoteStats()
         self._target, self._info, self._fallback = target, info, fallback
-        self._reports: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._outbox = Outbox()
         self._plans: queue.SimpleQueue[Plan] | None = queue.SimpleQueue() if synchronous else None
         self._plan: Plan | None = None
         self._outcome: StepOutcome | None = None
         self._last_step = -1
         self._quiet, self._reports_at = Quiet(), (-1, -1)
         self._run = int.from_bytes(os.urandom(7), "little")
-        self._call: _Call | None = None
+        self._astray = False
+        self._call: Call | None = None
         self._known = False
         self._closing = threading.Event()
         self._threads = [
@@ -137,9 +106,10 @@ class RemotePlanner:
     def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
         """Send this step's report; return the newest plan, the fallback's if it is old."""
         start = time.perf_counter_ns()
-        if view.step_id <= self._last_step:
+        if view.step_id <= self._last_step or self._astray:
             self._flush()
             self._run, self._plan, self._quiet = self._run + 1, None, Quiet()
+            self._astray = False
         self._last_step = view.step_id
         self._report(view)
         plan = self._plan if self._plans is None else self._wait(view.step_id, self._plans)
@@ -169,10 +139,10 @@ class RemotePlanner:
             return
         self._flush()
         self._closing.set()
-        self._reports.put(None)
+        self._outbox.wake()
         self._threads[0].join(CLOSE_S)
-        if (call := self._call) is not None and call.stream is not None:
-            call.stream.cancel()
+        if (call := self._call) is not None:
+            call.cancel()
         for thread in self._threads:
             thread.join(CLOSE_S)
         self._fallback.close()
@@ -183,24 +153,16 @@ class RemotePlanner:
         if self._plans is None and self._quiet.holds(outcome, view, self._plan):
             return
         self._reports_at = (self._reports_at[1], view.step_id)
-        self._put(_Report(self._run, self._quiet.sent(outcome, view), view))
+        self._put(self._quiet.sent(outcome, view), view)
 
     def _flush(self) -> None:
         """Send an outcome that no view has followed."""
         if self._outcome is not None:
-            self._put(_Report(self._run, self._outcome, None))
+            self._put(self._outcome, None)
             self._outcome = None
 
-    def _put(self, report: _Report) -> None:
-        told_to_leave = False
-        while self._reports.qsize() >= QUEUE_REPORTS:
-            with contextlib.suppress(queue.Empty):
-                oldest = self._reports.get_nowait()
-                told_to_leave |= oldest is None
-                self.stats.dropped_reports += oldest is not None
-        if told_to_leave:
-            self._reports.put(None)
-        self._reports.put(report)
+    def _put(self, outcome: StepOutcome | None, view: BatchView | None) -> None:
+        self.stats.dropped_reports += self._outbox.put(Report(self._run, outcome, view))
 
     def _wait(self, step_id: int, plans: queue.SimpleQueue[Plan]) -> Plan | None:
         with contextlib.suppress(queue.Empty):
@@ -213,11 +175,12 @@ class RemotePlanner:
         """Keep a stream open until closed; runs in a thread of its own."""
         backoff_s = BACKOFF_S[0]
         while not self._closing.is_set():
-            call = self._call = _Call()
-            error = self._talk(call)
+            call = self._call = Call()
+            kind, error = self._talk(call)
             self._hang_up(call)
             if self._closing.is_set():
                 break
+            self.stats.endings[kind] += 1
             if not self.stats.last_error:
                 log.warning("no sidecar target=%s error=%r", self._target, error)
             self.stats.last_error = error
@@ -225,100 +188,109 @@ class RemotePlanner:
             wait_s = SUPERSEDED_S if call.superseded else backoff_s
             self._closing.wait(wait_s * random.uniform(0.5, 1.0))
 
-    def _talk(self, call: _Call) -> str:
-        """Open one stream and read it to its end; return why it ended."""
-        requests: Any = self._write(call)
+    def _talk(self, call: Call) -> tuple[str, str]:
+        """Open one stream and read it to its end; return in what way it ended, and why."""
+        requests: Any = call.writing(self._write(call))
         try:
             said = self._credentials.metadata()
             call.channel = self._credentials.channel(self._target, OPTIONS)
         except (OSError, ValueError) as error:
-            return f"credentials: {error}"
+            return "credentials", f"credentials: {error}"
         try:
             call.stream = call.channel.stream_stream(codec.STEER)(requests, metadata=said)
             for data in call.stream:
                 call.asked_s = None
                 self._read(call, codec.decode_response(data))
         except grpc.RpcError:
-            call.superseded = call.stream.code() is grpc.StatusCode.ABORTED
-            silence = f"no answer within {SILENCE_S:g} s" if call.silent() else ""
-            return silence or f"{call.stream.code().name}: {call.stream.details()}"
+            code = call.stream.code()
+            call.superseded = code is grpc.StatusCode.ABORTED
+            if call.silent():
+                return "silent", f"no answer within {SILENCE_S:g} s"
+            return code.name.lower(), f"{code.name}: {call.stream.details()}"
         except ValueError as error:
-            return f"malformed answer: {error}"
+            return "refused", f"answer refused: {error}"
         except Exception as error:
             # Whatever it is, it must not end the thread that comes back.
             log.exception("the stream failed target=%s", self._target)
-            return f"{type(error).__name__}: {error}"
-        return "the sidecar is draining" if call.draining else "the stream has ended"
+            return "failed", f"{type(error).__name__}: {error}"
+        if call.draining:
+            return "draining", "the sidecar is draining"
+        return "ended", "the stream has ended"
 
-    def _read(self, call: _Call, response: codec.Response | None) -> None:
+    def _read(self, call: Call, response: codec.Response | None) -> None:
         if isinstance(response, Plan):
             self._plan, self.stats.last_error, call.steered = response, "", True
             if self._plans is not None:
                 self._plans.put(response)
         elif isinstance(response, codec.Welcome) and not call.welcomed:
+            _check_version(response)
+            # A step id that came damaged: it would ignore every outcome up to that one.
+            heard = response.last_step_id
+            self._astray = heard is not None and heard > self._last_step >= 0
             self.stats.reconnects += self._known
             self._known = call.welcomed = True
         elif isinstance(response, codec.Config) and response.draining and not call.draining:
             call.draining = True
-            self._reports.put(None)
+            self._outbox.wake()
 
-    def _write(self, call: _Call) -> Iterator[bytes]:
+    def _write(self, call: Call) -> Iterator[bytes]:
         """Yield encoded requests as the engine reports; gRPC runs this in its writer thread."""
-        try:
-            run = self._run
-            yield self._hello(call, run)
-            while (report := self._next(call)) is not None:
-                if report.run != run:
-                    run = report.run
-                    yield self._hello(call, run)
-                try:
-                    data = codec.encode_request(codec.StepReport(report.outcome, report.view))
-                except ValueError as error:
-                    log.warning("report dropped error=%r", str(error))
-                    self.stats.dropped_reports += 1
-                    continue
-                if report.view is not None:
-                    call.ask()
-                yield data
-            if call.open:
-                yield codec.encode_request(codec.Bye())
-        finally:
-            call.written.set()
+        run = self._run
+        yield self._hello(call, run)
+        while (report := self._next(call)) is not None:
+            if report.run != run:
+                run = report.run
+                yield self._hello(call, run)
+            try:
+                data = codec.encode_request(codec.StepReport(report.outcome, report.view))
+            except ValueError as error:
+                log.warning("report dropped error=%r", str(error))
+                self.stats.dropped_reports += 1
+                continue
+            if report.view is not None:
+                call.ask()
+            yield data
+        if call.open:
+            yield codec.encode_request(codec.Bye())
 
-    def _hello(self, call: _Call, run: int) -> bytes:
+    def _hello(self, call: Call, run: int) -> bytes:
         call.ask()
         return codec.encode_request(codec.Hello(self._info.engine_id, self._info.limits, run))
 
-    def _next(self, call: _Call) -> _Report | None:
+    def _next(self, call: Call) -> Report | None:
         """Return the next report to send; None: it is time to leave."""
-        while call.open and not call.draining:
-            report = self._reports.get()
+        while not call.leaving:
+            report = self._outbox.get()
             if report is None:
                 if self._closing.is_set():
                     return None
-            elif not call.open or call.draining:
+            elif call.leaving:
                 self.stats.dropped_reports += 1
-            elif self._plans is None and report.view is not None and self._reports.qsize():
+            elif self._plans is None and report.view is not None and len(self._outbox):
                 # A newer view waits behind this one: only what this step teaches is worth sending.
                 if report.outcome is not None:
-                    return _Report(report.run, report.outcome, None)
+                    return Report(report.run, report.outcome, None)
             else:
                 return report
         return None
 
-    def _hang_up(self, call: _Call) -> None:
+    def _hang_up(self, call: Call) -> None:
         """End a call and its writer, so that no report goes astray into the next one."""
         call.open = False
-        self._reports.put(None)
-        if call.stream is not None:
-            call.stream.cancel()
-            call.written.wait(SILENCE_S)
-        if call.channel is not None:
-            call.channel.close()
+        self._outbox.wake()
+        call.hang_up()
 
     def _watch(self) -> None:
         """End calls that have gone silent; runs in a thread of its own."""
         while not self._closing.wait(SILENCE_S / 4):
-            call = self._call
-            if call is not None and call.stream is not None and call.silent():
-                call.stream.cancel()
+            if (call := self._call) is not None and call.silent():
+                call.cancel()
+
+
+def _check_version(welcome: codec.Welcome) -> None:
+    """Raise ValueError where the sidecar goes on in a protocol that is not spoken here."""
+    if welcome.protocol_version != codec.PROTOCOL_VERSION:
+        raise ValueError(
+            f"the sidecar speaks protocol version {welcome.protocol_version}, and we only"
+            f" {codec.PROTOCOL_VERSION}: run an engine and a sidecar of the same release"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 SAMPLES = 8192
@@ -14,8 +14,10 @@ class RemoteStats:
 
     late_steps followed a plan older than the report before the newest. dropped_reports were thrown
     away because the sidecar was behind or gone. reconnects: streams welcomed after the first.
-    engine_thread_us: what each of the newest steps cost the engine's thread, without the fallback's
-    own work.
+    endings: streams by the way they ended: silent (no answer in time), refused (an answer that is
+    none), draining, ended (in good order), credentials (files that cannot be read), failed (nobody
+    thought of it), else gRPC's status in lower case. engine_thread_us: what each of the newest
+    steps cost the engine's thread, without the fallback's own work.
     """
 
     plans_remote: int = 0
@@ -24,6 +26,7 @@ class RemoteStats:
     dropped_reports: int = 0
     reconnects: int = 0
     last_error: str = ""
+    endings: Counter[str] = field(default_factory=Counter)
     engine_thread_us: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
     @property

@@ -18,6 +18,13 @@ START_S = 30.0
 @contextmanager
 def sidecar(policy: str) -> Iterator[str]:
     """Run `parlay serve` as a process on a Unix socket of its own; yields its address."""
+    with sidecar_process(policy) as (target, _):
+        yield target
+
+
+@contextmanager
+def sidecar_process(policy: str) -> Iterator[tuple[str, int]]:
+    """Run a sidecar as `sidecar` does; yields its address and its process id."""
     with (
         tempfile.TemporaryDirectory(prefix="parlay-") as folder,
         tempfile.TemporaryFile() as errors,
@@ -37,7 +44,7 @@ def sidecar(policy: str) -> Iterator[str]:
         )
         try:
             _await_socket(process, socket, errors)
-            yield f"unix:{socket}"
+            yield f"unix:{socket}", process.pid
         finally:
             process.terminate()
             try:

@@ -22,8 +22,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from parlay.engine.address import check_address
+from parlay.engine.stats_door import StatsDoor, check_reach
 from parlay.engine.stats_hub import RequestStats, StatsHub, Step, TooMany
 from parlay.protos import messages as m
+from parlay.protos.credentials import from_environment
 from parlay.v1 import stats_pb2 as pb
 from parlay.wire.v1 import policy_pb2 as raw_policy
 from parlay.wire.v1 import stats_pb2 as raw
@@ -53,12 +55,16 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class StatsServer:
     """Serves a hub at `address` from a thread of its own until closed; one server a hub.
 
-    address: unix:/path or host:port (port 0: any; the attribute says which). Raises ValueError or
-    OSError, one line, where it cannot be served.
+    address: unix:/path, or host:port of this host alone (port 0: any; the attribute says which).
+    tokens: a file of those that let callers in, None: that of PARLAY_STATS_TOKEN_FILE, if named.
+    Raises ValueError or OSError, one line, where it cannot be served.
     """
 
-    def __init__(self, hub: StatsHub, address: str) -> None:
+    def __init__(self, hub: StatsHub, address: str, tokens: Path | None = None) -> None:
         _claim(address)
+        tokens = tokens or from_environment("PARLAY_STATS").token
+        others = from_environment("PARLAY_SIDECAR").token
+        self._doors = [] if tokens is None else [StatsDoor(tokens, others)]
         self._hub = hub
         started: Future[str] = Future()
         self._thread = threading.Thread(
@@ -86,7 +92,7 @@ class StatsServer:
 
     async def _serve(self, address: str, started: Future[str]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=self._doors, options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((_handler(_Servicer(self._hub)),))
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -111,9 +117,9 @@ class StatsServer:
             await server.stop(GRACE_S)
 
 
-def serve_stats(hub: StatsHub, address: str) -> StatsServer:
+def serve_stats(hub: StatsHub, address: str, tokens: Path | None = None) -> StatsServer:
     """Serve a hub; `close` what is returned. Raises as StatsServer."""
-    return StatsServer(hub, address)
+    return StatsServer(hub, address, tokens)
 
 
 async def _pump(hub: StatsHub) -> None:
@@ -225,6 +231,7 @@ def _request_message(stats: RequestStats) -> pb.GetRequestStatsResponse:
 def _claim(address: str) -> None:
     """Raise where an address cannot be served: what gRPC says of one that is taken is long."""
     check_address(address[:-1] + "1" if address.endswith(":0") else address, "stats")
+    check_reach(address)
     try:
         if (path := _socket_path(address)) is not None:
             _claim_path(path)

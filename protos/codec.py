@@ -191,10 +191,11 @@ def _read_request(message: Any, read: c.Read) -> Request:
     kind = message.WhichOneof("message")
     if kind == "step_report":
         report = message.step_report
-        return StepReport(
-            m.read_outcome(report.outcome, read) if report.HasField("outcome") else None,
-            m.read_view(report.view, read) if report.HasField("view") else None,
-        )
+        outcome = m.read_outcome(report.outcome, read) if report.HasField("outcome") else None
+        view = m.read_view(report.view, read) if report.HasField("view") else None
+        if outcome is not None and view is not None and outcome.step_id >= view.step_id:
+            raise ValueError("the outcome's step must be before the view's")
+        return StepReport(outcome, view)
     if kind == "hello":
         return _read_hello(message.hello)
     if kind == "bye":

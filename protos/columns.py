@@ -27,6 +27,8 @@ I32_MAX = 2**31 - 1
 ROUNDING = 1e-5
 """A float's upper bound may be passed by so much: probabilities are sums of float32."""
 F32_MAX = float(np.finfo(np.float32).max)
+MOST_MS = 1e7
+"""No step takes hours: longer, and a clock went wrong, or its machine stood still."""
 
 
 class Misfit(ValueError):
@@ -113,7 +115,7 @@ SHADOW = (
 
 EDGES = _integers("bucket_edges", "i4", I32_MAX, low=1)
 CONFIDENCES = _floats("confidences", high=1.0, nan=True)
-DRAFT_MS = _floats("draft_ms")
+DRAFT_MS = _floats("draft_ms", high=MOST_MS)
 SURVIVAL = _floats("values", high=1.0)
 HAZARD = _floats("hazard", high=1.0)
 FRAILTY = _floats("frailty")

@@ -67,7 +67,8 @@ class Credentials:
 def from_environment(prefix: str, environ: Mapping[str, str] = os.environ) -> Credentials:
     """Return the credentials that PREFIX_CA_FILE, _CERT_FILE, _KEY_FILE, _TOKEN_FILE name.
 
-    PREFIX_SERVER_NAME too. prefix: PARLAY_SIDECAR for engines, PARLAY_ADMIN for people.
+    PREFIX_SERVER_NAME too. prefix: PARLAY_SIDECAR for engines, PARLAY_ADMIN for
+    people, PARLAY_STATS for who watches an engine.
     """
     named = {field: environ.get(f"{prefix}_{ending}") for field, ending in _FILES.items()}
     paths = {field: Path(value) for field, value in named.items() if value}
@@ -102,6 +103,15 @@ def read_tokens(path: Path) -> list[tuple[str, str]]:
     if not found:
         raise ValueError(f"{path}: there is no token in it")
     return found
+
+
+def bearer(metadata: Any) -> str:
+    """Return the token that a call's metadata carries, else an empty text."""
+    for key, value in metadata or ():
+        kind, _, token = str(value).partition(" ") if key == "authorization" else ("", "", "")
+        if kind.lower() == "bearer":
+            return token.strip()
+    return ""
 
 
 def is_private(target: str) -> bool:

@@ -257,8 +257,12 @@ def _read_calibration(message: Any, read: c.Read) -> Array | None:
     if not message.HasField("calibration"):
         return None
     part = message.calibration
-    slope, offset = read(part, c.SLOPE, PROPOSERS), read(part, c.OFFSET, PROPOSERS)
-    return np.stack([slope, offset], axis=1)
+    count = len(part.slope) // (c.SLOPE.wire.itemsize if isinstance(part.slope, bytes) else 1)
+    # A line a proposer, or one for each of its places.
+    places = min(max(count // PROPOSERS, 1), K_LIMIT)
+    shape = (PROPOSERS, places) if places > 1 else (PROPOSERS,)
+    lines = [read(part, column, PROPOSERS * places) for column in (c.SLOPE, c.OFFSET)]
+    return np.stack([line.reshape(shape) for line in lines], axis=1)
 
 
 def _depth(message: Any) -> int:
@@ -282,8 +286,8 @@ def _step_id(value: int) -> int:
 
 
 def _duration(name: str, value: float) -> float:
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, not {value}")
+    if not 0.0 <= value <= c.MOST_MS:
+        raise ValueError(f"{name} must be between 0 and {c.MOST_MS:g}, not {value}")
     return value
 
 

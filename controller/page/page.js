@@ -37,7 +37,8 @@ function draw() {
 
 async function refresh() {
   try {
-    const answer = await fetch("/live.json" + location.search);
+    // Of the origin: a page whose address holds a password may not fetch relative to it.
+    const answer = await fetch(location.origin + "/live.json" + location.search);
     if (!answer.ok) throw new Error((await answer.json()).error);
     newest = await answer.json();
     for (const [id, html] of Object.entries(newest.html)) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from grpc_health.v1 import health_pb2
 from tests.certificates import authority, signed
 from typer.testing import CliRunner
 
-from parlay.controller import admin_cli
+from parlay.controller import admin_cli, service
 from parlay.controller import tokens as tokens_module
 from parlay.controller.access import Door
 from parlay.controller.audit import Audit
@@ -38,11 +39,15 @@ from parlay.controller.tls import ServerTls
 from parlay.controller.tokens import Tokens
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
+from parlay.engine.stats import serve_stats
+from parlay.engine.stats_client import ask
+from parlay.engine.stats_hub import StatsHub
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import PlanSource
+from parlay.protos import codec
 from parlay.protos.credentials import Credentials
-from parlay.v1 import admin_pb2, policy_pb2
+from parlay.v1 import admin_pb2, policy_pb2, stats_pb2
 
 WAIT_S = 30.0
 ENGINE, ADMIN, STRANGER = "engine-0123456789abcdef", "admin-0123456789abcdef", "x" * 32
@@ -84,7 +89,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, door: Door, admin_door: Door, listen: str = "", admin: str = ""
+    folder: Path,
+    door: Door,
+    admin_door: Door,
+    listen: str = "",
+    admin: str = "",
+    **more: Any,
 ) -> Iterator[Served]:
     listen, admin = listen or f"unix:{folder}/s.sock", admin or f"unix:{folder}/admin.sock"
     loop, stop, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
@@ -104,6 +114,7 @@ def serving(
         audit=Audit(folder / "audit"),
         door=door,
         admin_door=admin_door,
+        **more,
     )
     thread = threading.Thread(target=loop.run_until_complete, args=(work,))
     thread.start()
@@ -117,12 +128,17 @@ def serving(
 
 
 def ended(
-    credentials: Credentials, target: str, method: str, said: tuple[tuple[str, str], ...], kind: str
+    credentials: Credentials,
+    target: str,
+    method: str,
+    said: tuple[tuple[str, str], ...],
+    kind: str,
+    data: bytes = b"",
 ) -> tuple[str, str]:
-    """Call a method with an empty message; return its status and details."""
+    """Call a method with a message, an empty one unless told; return its status and details."""
     with credentials.channel(target) as channel:
         call: Any = getattr(channel, kind)(method)
-        message = iter([b""]) if kind.startswith("stream") else b""
+        message = iter([data]) if kind.startswith("stream") else data
         try:
             answer = call(message, timeout=WAIT_S, metadata=said)
             if kind.endswith("stream"):
@@ -148,6 +164,7 @@ def methods(module: Any, service: str) -> list[tuple[str, str]]:
 
 POLICY = methods(policy_pb2, "PolicyService") + methods(health_pb2, "Health")
 PEOPLE = methods(admin_pb2, "AdminService")
+WATCHERS = methods(stats_pb2, "StatsService") + methods(health_pb2, "Health")
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
@@ -192,8 +209,6 @@ def test_every_method_asks_for_a_token_of_its_own_scope(
     engines = Tokens(token_file(folder, "engines", f"replicas {ENGINE}"))
     people = Tokens(token_file(folder, "people", f"alice {ADMIN}"))
     doors = Door(tokens=engines, others=people), Door(tokens=people, others=engines)
-    assert len(POLICY) >= 5
-    assert len(PEOPLE) == 9
     nobody = Credentials()
     with serving(folder, *doors) as served:
         for found, target, right, wrong in (
@@ -211,6 +226,47 @@ def test_every_method_asks_for_a_token_of_its_own_scope(
     assert who == {"alice"}
     assert not any(token in caplog.text for token in (ENGINE, ADMIN, STRANGER))
     assert "call refused method=/parlay.v1" in caplog.text
+
+
+def test_every_service_is_asked_for_tokens_here() -> None:
+    known = {method.split("/")[1] for method, _ in POLICY + PEOPLE + WATCHERS}
+    folder = Path(policy_pb2.__file__).parent
+    for name in {path.stem for path in folder.glob("*_pb2.py")}:
+        file = importlib.import_module(f"parlay.v1.{name}").DESCRIPTOR
+        assert {service.full_name for service in file.services_by_name.values()} <= known
+
+
+def test_every_method_of_an_engines_stats_asks_for_a_token_of_its_own_scope(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    people, engines = (token_file(folder, n, t) for n, t in (("p", ADMIN), ("e", ENGINE)))
+    monkeypatch.setenv("PARLAY_SIDECAR_TOKEN_FILE", str(engines))
+    address, nobody = f"unix:{folder}/stats.sock", Credentials()
+    # No interval that WatchStats takes, and nothing to the others: no call waits for a step.
+    data = stats_pb2.WatchStatsRequest(min_interval_ms=2**32 - 1).SerializeToString()
+    with contextlib.closing(serve_stats(StatsHub("engine"), address, people)):
+        for method, kind in WATCHERS:
+            for said in ((), bearer(STRANGER), (("authorization", f"Basic {ADMIN}"),)):
+                assert ended(nobody, address, method, said, kind, data)[0] == "UNAUTHENTICATED"
+            denied = ended(nobody, address, method, bearer(ENGINE), kind, data)
+            assert denied == ("PERMISSION_DENIED", "this token is not for stats")
+            status, _ = ended(nobody, address, method, bearer(ADMIN), kind, data)
+            assert status not in ("UNAUTHENTICATED", "PERMISSION_DENIED"), method
+        with pytest.raises(ValueError, match="a token is needed"):
+            ask(address, 1)
+        monkeypatch.setenv("PARLAY_STATS_TOKEN_FILE", str(people))
+        with pytest.raises(ValueError, match="neither running nor"):
+            ask(address, 1)
+        people.unlink()
+        method, kind = WATCHERS[0]
+        status, _ = ended(nobody, address, method, bearer(ADMIN), kind, data)
+        assert status == "UNAUTHENTICATED"
+
+
+def test_stats_are_not_served_to_other_hosts() -> None:
+    for address in ("0.0.0.0:0", "10.0.0.1:7000"):
+        with pytest.raises(ValueError, match="other hosts reach it"):
+            serve_stats(StatsHub("engine"), address)
 
 
 def test_an_engine_whose_token_is_taken_away_leaves_and_comes_back_with_the_new_one(
@@ -421,3 +477,37 @@ def test_a_hangup_reloads_what_may_change_and_says_no_secret(folder: Path) -> No
     text = "".join(lines) + rest
     assert not any(secret in text for secret in (ENGINE, STRANGER, "s3cret"))
     assert "Traceback" not in text
+
+
+# --- Limits --------------------------------------------------------------------------------------
+
+
+def test_more_streams_than_the_most_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_CALLS", 3)
+    leave = [threading.Event() for _ in range(4)]
+
+    def asks(number: int) -> Iterator[bytes]:
+        yield codec.encode_request(codec.Hello(f"engine-{number}", LIMITS, number))
+        leave[number].wait(WAIT_S)
+
+    with serving(folder, Door(), Door()) as served, grpc.insecure_channel(served.target) as channel:
+        steer: Any = channel.stream_stream(codec.STEER)
+        streams = [steer(asks(number), timeout=WAIT_S) for number in range(3)]
+        assert all(next(stream) for stream in streams)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(steer(asks(3), timeout=WAIT_S))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        leave[0].set()
+        assert next(streams[0], None) is None
+
+        def room() -> bool:
+            try:
+                return bool(next(steer(asks(3), timeout=WAIT_S)))
+            except grpc.RpcError:
+                return False
+
+        until(room)
+        for event in leave:
+            event.set()

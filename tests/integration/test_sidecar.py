@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -21,8 +20,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from parlay.engine import remote
+from parlay.engine.outbox import QUEUE_REPORTS
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
+from parlay.engine.remote_call import Call
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import PlanSource
@@ -278,21 +279,9 @@ def test_a_long_outage_fills_no_memory(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(remote, "BACKOFF_S", (0.001, 0.001))
     with engine(f"unix:{folder}/nobody.sock") as (planner, history):
         for _ in range(100):
-            planner._hang_up(remote._Call(grpc.insecure_channel("unix:/nobody")))
+            planner._hang_up(Call(grpc.insecure_channel("unix:/nobody")))
             step(planner, history)
-        assert planner._reports.qsize() <= remote.QUEUE_REPORTS + 20
-
-
-def test_a_full_queue_keeps_the_word_that_wakes_the_writer(folder: Path) -> None:
-    with engine(f"unix:{folder}/nobody.sock") as (planner, _):
-        planner._reports = queue.SimpleQueue()
-        report = remote._Report(0, None, None)
-        for item in (None, *[report] * (remote.QUEUE_REPORTS - 1)):
-            planner._reports.put(item)
-        planner._put(report)
-        kept = [planner._reports.get_nowait() for _ in range(planner._reports.qsize())]
-        assert kept.count(None) == 1
-        assert len(kept) <= remote.QUEUE_REPORTS + 1
+        assert len(planner._outbox) <= QUEUE_REPORTS + 20
 
 
 def test_an_error_nobody_thought_of_ends_a_call_and_no_more(

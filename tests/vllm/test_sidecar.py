@@ -16,10 +16,10 @@ from parlay.policies.types import PlanSource
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    from tests.integration.test_sidecar_faults import Service
+    from tests.sidecars import FIXED, Sidecar
 
     with tempfile.TemporaryDirectory(prefix="parlay-") as folder:
-        running = Service(f"unix:{Path(folder, 'sidecar.sock')}")
+        running = Sidecar(f"unix:{Path(folder, 'sidecar.sock')}", *FIXED)
         yield running
         running.thaw()
         running.kill()

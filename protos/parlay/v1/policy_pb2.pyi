@@ -292,7 +292,9 @@ class Hello(google.protobuf.message.Message):
     BUCKET_EDGES_FIELD_NUMBER: builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
-    """Version of this protocol that the engine speaks; 1 is described here."""
+    """Version of this protocol that the engine speaks; 1 is described here. Where it is not spoken, the call ends with
+    FAILED_PRECONDITION, and its text names the version that is: an engine that speaks it too may come back with it.
+    """
     engine_id: builtins.str
     """Names the replica, at most 128 bytes; what is learned about it outlives the stream under this name."""
     run_id: builtins.int
@@ -396,7 +398,7 @@ global___Config = Config
 
 @typing.final
 class StepReport(google.protobuf.message.Message):
-    """One engine step: what the step that ended did, and the batch of the step that starts now."""
+    """One engine step: what the step that ended did, and the batch of the step that starts now, whose step_id is larger."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -807,7 +809,7 @@ global___StopRule = StopRule
 
 @typing.final
 class Calibration(google.protobuf.message.Message):
-    """log-odds(acceptance) = slope * log-odds(confidence) + offset, per proposer."""
+    """log-odds(acceptance) = slope * log-odds(confidence) + offset, per proposer, or per proposer and place of the draft."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -815,11 +817,11 @@ class Calibration(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     @property
     def slope(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Slopes."""
+        """Slopes: [4], or [4, places] with at most 64 places, the last of which goes for all that follow."""
 
     @property
     def offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Offsets."""
+        """Offsets, of the same shape."""
 
     def __init__(
         self,
@@ -970,7 +972,7 @@ class StepOutcome(google.protobuf.message.Message):
     draft_depth: builtins.int
     """Passes of the draft model."""
     verify_ms: builtins.float
-    """Time of the verify pass, milliseconds."""
+    """Time of the verify pass, milliseconds; this and the other times at most 1e7."""
     step_ms: builtins.float
     """From the end of the step before (or from the start, after idleness) to the end of this, milliseconds."""
     k_columns: builtins.int

@@ -101,6 +101,7 @@ def test_the_other_sources_name_themselves(tmp_path: Path) -> None:
         ({"client_ca": "/c"}, "client_ca needs tls_cert too"),
         ({"client_names": "a"}, "client_names needs client_ca too"),
         ({"admin_tokens": "/t"}, "need admin, the address"),
+        ({"http_tokens": "/t"}, "http_tokens needs http too"),
         ({"admin": "unix:/a", "tokens": "/t", "admin_tokens": "/t"}, "must be another file"),
     ],
 )
@@ -131,6 +132,17 @@ def test_every_key_is_a_flag_and_says_what_it_is() -> None:
     assert list(inspect.signature(serve).parameters) == ["config", *FIELDS]
     assert (flag("log_sample"), variable("log_sample")) == ("--log-sample", "PARLAY_LOG_SAMPLE")
     assert all(found.metadata["help"] for found in FIELDS.values())
+
+
+def test_a_switch_is_read_from_a_flag_a_text_and_toml(tmp_path: Path) -> None:
+    assert not Config().reflection
+    assert load({"reflection": True}, None, {}).reflection
+    assert load({}, None, {"PARLAY_REFLECTION": "1"}).reflection
+    file = written(tmp_path, "reflection = true\notel = 'yes'\n")
+    assert (load({}, file, {}).reflection, load({}, file, {}).otel) == (True, True)
+    assert not load({"reflection": False}, file, {}).reflection
+    with pytest.raises(ValueError, match="PARLAY_OTEL 'maybe': must be true or false"):
+        load({}, None, {"PARLAY_OTEL": "maybe"})
 
 
 def test_a_password_in_the_state_is_not_shown() -> None:

@@ -20,6 +20,7 @@ import typer
 
 from parlay.controller.config import FIELDS, Config, load, variable
 from parlay.policies import cli
+from parlay.protos.credentials import is_private
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "controller" / "deploy"
@@ -149,6 +150,37 @@ def test_the_image_runs_as_the_user_that_the_pod_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for extras in re.findall(r"whl\)\[([\w,]+)\]", (DEPLOY / "Containerfile").read_text()):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_a_page_that_other_hosts_reach_asks_for_a_token(tmp_path: Path) -> None:
+    mounted = tmp_path / "parlay.toml"
+    mounted.write_text(manifests()["ConfigMap"]["data"]["parlay.toml"])
+    config, monitor = load({}, mounted, {}), DEPLOY / "podmonitor.yaml"
+    (volume,) = (volume for volume in pod()["volumes"] if volume["name"] == "token")
+    (item,) = volume["secret"]["items"]
+    (mount,) = (m["mountPath"] for m in containers()[0]["volumeMounts"] if m["name"] == "token")
+    assert str(config.http_tokens) == f"{mount}/{item['path']}"
+    assert volume["secret"]["defaultMode"] & 0o007 == 0
+    (read,) = yaml.safe_load(monitor.read_text(encoding="utf-8"))["spec"]["podMetricsEndpoints"]
+    shown = read["authorization"]["credentials"]
+    assert shown == {"name": volume["secret"]["secretName"], "key": item["key"]}
+    assert read["port"] in {port["name"] for port in containers()[0]["ports"]}
+    for words in said_to_parlay():
+        if "--http" in words:
+            assert is_private(words[words.index("--http") + 1])
+
+
+def test_the_images_are_asked_where_they_serve_and_have_the_versions_that_were_tested() -> None:
+    stages = container_file()
+    health = [what for name, what in stages if name == "HEALTHCHECK"]
+    assert [re.findall(r"127\.0\.0\.1:(\d+)/health", one) for one in health] == [["9090"], ["8000"]]
+    for one in health:
+        compile(json.loads(one.partition("CMD ")[2])[2], "HEALTHCHECK", "exec")
+    installs = [what for name, what in stages if name == "RUN" and "whl)[" in what]
+    assert len(installs) == 2
+    assert all("-c /wheels/constraints.txt" in what for what in installs)
+    copied = {word for name, what in stages if name == "COPY" for word in what.split()}
+    assert "constraints.txt" in copied
 
 
 def test_the_unit_reloads_by_hangup_and_owns_the_folders_of_its_configuration() -> None:

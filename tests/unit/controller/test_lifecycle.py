@@ -21,9 +21,10 @@ from tests.unit.controller.trials import (
 from parlay.controller.canary import on_canary
 from parlay.controller.candidate import Stage
 from parlay.controller.host import Host, UnknownEngine
-from parlay.controller.lifecycle import MOST_CANDIDATES, NotNow
+from parlay.controller.lifecycle import MOST_CANDIDATES
 from parlay.controller.session import spec_of
 from parlay.controller.shadow import value_of
+from parlay.controller.standing import NotNow
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import PlanSource
@@ -312,6 +313,54 @@ def test_candidates_are_bounded_and_may_be_ended() -> None:
     for wrong in (spec_of("best"), spec_of("goodput", {"speed": "11"})):
         with pytest.raises(ValueError, match=r"unknown policy|no setting"):
             Host("none").lifecycle.shadow(wrong, enabled=True)
+
+
+# --- An active policy that goes wrong ------------------------------------------------------------
+
+
+def spoilt(when: int) -> Callable[[Any], Any]:
+    def spoil(plan: Any) -> Any:
+        if plan.step_id >= when:
+            raise RuntimeError("a bug\nof two lines")
+        return plan
+
+    return spoil
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_a_policy_that_raises_soon_makes_way_for_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, learning: bool
+) -> None:
+    spec, made = registered(monkeypatch, "spoilt", lambda: Watched(None if learning else spoilt(9)))
+    engine, notes = Running(Host("none")), list[tuple[str, str, str]]()
+    other = Running(engine.host, engine_id="f")
+    cycle = engine.host.lifecycle
+    cycle.note = lambda *note: notes.append(note)
+    cycle.activate(DRAFTS)
+    cycle.activate(spec)
+    engine.run(5)
+    assert engine.session.spec == other.session.spec == spec
+    if learning:
+        made[-1].observe = made[-2].observe = lambda outcome: spoilt(0)(outcome)
+    for view, plan, _ in engine.run(20):
+        np.testing.assert_array_equal(plan.request_id, view.request_id)
+    assert engine.session.spec == other.session.spec == cycle.standing.spec == DRAFTS
+    assert notes == [("roll back", "spoilt", "RuntimeError: a bug of two lines")]
+    assert cycle.automatic == 1
+    assert cycle.roll_back()[0].name == "none"
+
+
+def test_what_cannot_be_rolled_back_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = registered(monkeypatch, "spoilt", lambda: Watched(spoilt(9)))
+    first = Running(Host("spoilt"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        first.run(20)
+    monkeypatch.setattr("parlay.controller.lifecycle.PROBATION_STEPS", 4)
+    old = Running(Host("none"))
+    old.host.lifecycle.activate(spec)
+    with pytest.raises(RuntimeError, match="a bug"):
+        old.run(20)
+    assert old.session.spec == spec
 
 
 # --- Activate and roll back ----------------------------------------------------------------------

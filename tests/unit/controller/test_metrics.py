@@ -31,7 +31,10 @@ def exposed() -> str:
     assert host.watch is not None
     run_steps(host, "one", 120, clock=clock)
     run_steps(host, "two", 40, clock=clock)
-    return Metrics(host.watch, lambda: host.policy, FullLog(), lambda: 1.5).text().decode()
+    metrics = Metrics(host.watch, lambda: host.policy, FullLog(), lambda: 1.5)
+    metrics.refused["admin"] = lambda: 3
+    metrics.counts["parlay_automatic_rollbacks"] = lambda: 2
+    return metrics.text().decode()
 
 
 def test_counters_count() -> None:
@@ -46,6 +49,10 @@ def test_counters_count() -> None:
     assert found["parlay_log_waiting_steps"] == [({}, 7.0)]
     assert found["parlay_log_dropped_steps_total"] == [({}, 2.0)]
     assert found["parlay_redis_lag_seconds"] == [({}, 1.5)]
+    assert found["parlay_refused_calls_total"] == [({"listener": "admin"}, 3.0)]
+    assert found["parlay_automatic_rollbacks_total"] == [({}, 2.0)]
+    assert found["parlay_audit_failed_writes_total"] == [({}, 0.0)]
+    assert found["process_resident_memory_bytes"][0][1] > 1e6
     reached = sum(value for _, value in found["parlay_reached_positions_total"])
     accepted = sum(value for _, value in found["parlay_accepted_positions_total"])
     assert reached > accepted > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parlay.controller import host as host_module
-from parlay.controller.config import parse_settings
+from parlay.controller.config_kinds import parse_settings
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
 from parlay.controller.listener import claim, socket_path
 from parlay.policies.policy import EngineLimits
