@@ -40,8 +40,8 @@ class Batch:
 
     chunk i32 [rows]: uncomputed tokens each row feeds the target, 1 while decoding. A row whose
     chunk ends at its last token emits. target and draft: block tables of the two models' caches by
-    request. lookup: the n-gram's guesses for the rows. shadow_k i32 [rows], or [0]: how many tokens
-    the draft model guesses only to be observed, in rows that do not draft with it.
+    request. lookup: the n-gram's guesses for the rows. shadow_k, heads_k i32 [rows], or [0]: tokens
+    that draft model and Medusa heads guess only to be observed, in rows that others draft for.
     """
 
     requests: list[Request]
@@ -50,6 +50,7 @@ class Batch:
     draft: BlockCache
     lookup: Lookup
     shadow_k: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    heads_k: Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -69,7 +70,7 @@ class Drafts:
     probability of acceptance as the drafter sees it before drawing, nan where it has none;
     read_by_draft i32 [rows]: how many of its own guesses the draft model has read for good, after
     every token of the row; -1 where it read nothing, or not all: caught_up says how many unread
-    tokens it read of such rows. watched: guesses of rows with shadow_k, to be matched.
+    tokens it read of such rows. watched, heads_watched: guesses of rows with shadow_k and heads_k.
     draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the backend keeps for
     `verify` (the draft's distributions). branches: by row, what may stand beside its tokens; trees:
     what is verified where some of that pays, else None, and chains are.
@@ -84,6 +85,7 @@ class Drafts:
     private: Any = None
     caught_up: dict[int, int] = field(default_factory=dict)
     watched: dict[int, list[int]] = field(default_factory=dict)
+    heads_watched: dict[int, list[int]] = field(default_factory=dict)
     branches: dict[int, list[Branch]] = field(default_factory=dict)
     trees: Trees | None = None
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parlay.engine.artefact import read_artefact, within
+from parlay.engine.int8_rows import quantised, widened
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.traits import LLAMA
 
@@ -49,9 +50,7 @@ def save_draft(
         if w.dim() == 1:
             tensors[name] = w.bfloat16()
         else:
-            scale = (w.abs().amax(1) / 127).clamp_min(1e-6).half()
-            tensors[f"{name}.scale"] = scale
-            tensors[name] = (w / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+            tensors[name], tensors[f"{name}.scale"] = quantised(w)
     header = {
         "version": FORMAT_VERSION,
         "config": {n: v for n, v in dataclasses.asdict(config).items() if n != "traits"},
@@ -128,4 +127,4 @@ def _widened(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     scale = tensors.get(f"{name}.scale")
     if scale is None or scale.shape != w.shape[:1]:
         raise ValueError(f"draft {path} is damaged ({name}.scale); {_MEND}")
-    return (w.float() * scale.float()[:, None]).bfloat16()
+    return widened(w, scale)

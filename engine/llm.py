@@ -29,19 +29,26 @@ def load_backend(
     threads: int = 1,
     config: EngineConfig | None = None,
     medusa: str | Path | None = None,
+    draft_dtype: str | None = None,
+    draft_device: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[TorchBackend, Tokenizer]:
     """Load a backend and its tokenizer.
 
     model: a checkpoint's folder, None the default model. draft: a file of `parlay distill draft`, a
     checkpoint's folder with the target's tokenizer, "none", or None for the one that is shipped
     with the default model. medusa: a file of `parlay distill medusa` or a public checkpoint's
-    folder, None: no heads. dtype "auto": bfloat16 where the device is fast in it. Raises
-    ValueError.
+    folder, None: no heads. dtype "auto": bfloat16 where the device is fast in it. draft_dtype and
+    draft_device: the draft model's own, None: the target's. batch_invariant: the target gives a
+    token the same bits alone, in a batch and among drafts, which costs speed where the CPU kernels
+    do not run. Raises ValueError.
     """
     if threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
     torch.set_num_threads(threads)
     place, kind = _device(device), _dtype(dtype, device)
+    draft_place = place if draft_device is None else _device(draft_device)
+    draft_kind = kind if draft_dtype is None else _dtype(draft_dtype, draft_place.type)
     folder = default_model_dir() if model is None else Path(model)
     sizes, weights = load_checkpoint(folder)
     if draft is None and model is None:
@@ -54,10 +61,10 @@ def load_backend(
         )
     embedding = weights["model.embed_tokens.weight"]
     size = config.block_tokens
-    target = load_model(sizes, weights, embedding, kind, place, size)
-    drafter = (
-        None if draft in (None, NO_DRAFT) else _load_draft(Path(draft), target, embedding, size)
-    )
+    target = load_model(sizes, weights, embedding, kind, place, size, batch_invariant)
+    drafter = None
+    if draft is not None and draft != NO_DRAFT:
+        drafter = _load_draft(Path(draft), target, embedding, (draft_kind, draft_place), size)
     if drafter is not None and drafter.model.config.context < config.context_tokens:
         raise ValueError(
             f"the draft model's context is {drafter.model.config.context} tokens, the engine's"
@@ -78,9 +85,14 @@ def draft_window_tokens(draft: str | Path | None, context_tokens: int) -> int:
 
 
 def _load_draft(
-    path: Path, target: Model, embedding: torch.Tensor, block_tokens: int
+    path: Path,
+    target: Model,
+    embedding: torch.Tensor,
+    runs_in: tuple[torch.dtype, torch.device],
+    block_tokens: int,
 ) -> DraftModel:
-    """Load a draft to the target's device; a file's draft reads the target's embedding."""
+    """Load a draft in its dtype to its device; a file's draft reads the target's embedding."""
+    dtype, device = runs_in
     if path.is_dir():
         sizes, weights = load_checkpoint(path)
         if sizes.vocab != target.config.vocab:
@@ -91,9 +103,10 @@ def _load_draft(
         own, ids = weights["model.embed_tokens.weight"], torch.arange(sizes.vocab)
     else:
         sizes, weights, ids = load_draft(path, embedding)
-        own = target.embedding
-    model = load_model(sizes, weights, own, target.dtype, target.device, block_tokens)
-    return DraftModel(model, ids.to(target.device))
+        # One copy serves both where they are alike.
+        own = target.embedding if (target.dtype, target.device) == runs_in else embedding
+    model = load_model(sizes, weights, own, dtype, device, block_tokens)
+    return DraftModel(model, ids.to(device))
 
 
 def _device(name: str) -> torch.device:
@@ -104,7 +117,7 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device '{name}' is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' asked for, but torch sees no GPU; use --device cpu")
+        raise ValueError("device 'cuda' asked for, but torch sees no GPU; use cpu")
     return device
 
 

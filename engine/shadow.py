@@ -1,10 +1,13 @@
 """Score proposers that did not draft on what was committed: full information for little or nothing.
 
-The n-gram is scored in every step, the draft model where the plan asks. A guess is kept while it
-matches and until its end is reached, over as many steps as that takes; each request has one pending
-of each proposer. What could not be seen yet is never reported (censoring). A token drawn for
-rejection sampling would say little: there the overlap sum min(p, q) of target's and draft's laws is
-scored, the chance that any token drawn from q is accepted (Leviathan et al., 2211.17192).
+The n-gram is scored in every step, Medusa heads beside rows that they draft for and else now and
+then, the draft model where the plan asks. A guess is kept while it matches and until its end is
+reached, over as many steps as that takes; each request has one pending of each proposer. What could
+not be seen yet is never reported (censoring). The n-gram and heads guess point masses, which match
+as often as they would be accepted, however the target's token is drawn. A token that the draft
+model draws for rejection sampling would say little: there the overlap sum min(p, q) of target's and
+draft's laws is scored, the chance that any token drawn from q is accepted (Leviathan et al.,
+2211.17192).
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ import numpy as np
 
 from parlay.engine.backend import Lookup
 from parlay.engine.request import Request, SampleMode
-from parlay.policies.types import Array, Proposer, ShadowKind, ShadowRows
+from parlay.policies.types import Array, BatchView, Fitted, Proposer, ShadowKind, ShadowRows
 
 SHADOW_TOKENS = 8
 """Longest guess kept: deeper positions cost more steps of waiting than they teach."""
 SHADOW_PASSES = 3
 """Longest guess asked of the draft model, where each token costs a pass."""
-_DRAFT, _NGRAM = Proposer.DRAFT_MODEL, Proposer.NGRAM
+HEADS_STEPS = 16
+"""Heads that nothing drafts with are watched once in so many steps: their weights are read for it,
+which takes as long for one row as for many."""
+_DRAFT, _NGRAM, _MEDUSA = Proposer.DRAFT_MODEL, Proposer.NGRAM, Proposer.MEDUSA
+_SCORED = (_NGRAM, _DRAFT, _MEDUSA)
 
 _Row = tuple[int, int, int, float, int, int, int]
 
@@ -55,16 +62,34 @@ class ShadowScorer:
                 asked[row] = min(1 if single else SHADOW_PASSES, int(max_k[row]))
         return asked
 
+    def asks_heads(self, requests: Sequence[Request], view: BatchView, fit: Fitted) -> Array:
+        """Return i32 [rows]: how many tokens heads are to guess for rows that they do not draft
+        for, none where a guess is pending; [0] where this is no step to watch them in.
+        """  # noqa: D205
+        drafts = (fit.proposer == _MEDUSA) & (fit.k > 0)
+        if view.step_id % HEADS_STEPS and not drafts.any():
+            return np.zeros(0, np.int32)
+        asked = np.zeros(len(requests), np.int32)
+        for row in np.flatnonzero(view.allows(_MEDUSA) & ~drafts).tolist():
+            if (requests[row].request_id, _MEDUSA) not in self._pending:
+                asked[row] = min(SHADOW_TOKENS, int(view.max_k[row]))
+        return asked
+
     def offer(self, requests: Sequence[Request], lookup: Lookup, rows: Array) -> None:
         """Take the n-gram's guesses for `rows`, bool, made before the step, unless one pends."""
         for row in np.flatnonzero(rows & (lookup.match_tokens > 0)).tolist():
             guess = [int(t) for t in lookup.tokens[row, :SHADOW_TOKENS] if t >= 0]
             self._keep(requests[row], _NGRAM, guess, int(lookup.match_tokens[row]))
 
-    def watch(self, requests: Sequence[Request], guesses: Mapping[int, list[int]]) -> None:
-        """Take the draft model's guesses, by row, made before the step."""
+    def watch(
+        self,
+        requests: Sequence[Request],
+        guesses: Mapping[int, list[int]],
+        proposer: Proposer = Proposer.DRAFT_MODEL,
+    ) -> None:
+        """Take a proposer's guesses, by row, made before the step only to be watched."""
         for row, guess in guesses.items():
-            self._keep(requests[row], _DRAFT, guess, 0)
+            self._keep(requests[row], proposer, guess, 0)
 
     def score(
         self, requests: Sequence[Request], overlaps: Mapping[int, float] | None = None
@@ -75,7 +100,7 @@ class ShadowScorer:
         """
         rows: list[_Row] = []
         for request in requests:
-            for proposer in (_NGRAM, _DRAFT):
+            for proposer in _SCORED:
                 rows += self._decided(request, proposer)
         for row, overlap in (overlaps or {}).items():
             kind = int(ShadowKind.OVERLAP)
@@ -84,7 +109,7 @@ class ShadowScorer:
 
     def forget(self, request_id: int) -> None:
         """Drop a request's pending guesses."""
-        for proposer in (_NGRAM, _DRAFT):
+        for proposer in _SCORED:
             self._pending.pop((request_id, proposer), None)
 
     def _keep(self, request: Request, proposer: Proposer, guess: list[int], match: int) -> None:

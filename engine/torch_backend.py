@@ -114,9 +114,10 @@ class TorchBackend:
         k += batch.shadow_k if len(batch.shadow_k) else 0
         if k.any():
             self._propose_modelled(batch, np.flatnonzero(k), k, plan, drafts, width)
-        headed = np.flatnonzero((fit.proposer == Proposer.MEDUSA) & (fit.k > 0))
-        if len(headed):
-            self._propose_headed(batch, headed, fit.k, plan, drafts, width)
+        k = np.where(fit.proposer == Proposer.MEDUSA, fit.k, 0)
+        k += batch.heads_k if len(batch.heads_k) else 0
+        if k.any():
+            self._propose_headed(batch, np.flatnonzero(k), k, plan, drafts, width)
         return drafts
 
     def _matches(
@@ -155,10 +156,13 @@ class TorchBackend:
         assert self.medusa is not None, "a plan named Medusa heads, which this engine has not"
         start_s = self.clock()
         run = self.medusa.propose(batch, rows, k, plan, width - 1)
+        if len(batch.heads_k) and (seen := batch.heads_k[rows] > 0).any():
+            drafts.heads_watched = run.watch(rows, seen)
+            rows, run = rows[~seen], run.only(rows, ~seen)
         drafts.branches |= run.branches
-        depth = run.tokens.shape[1]
-        drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens
-        drafts.confidences[rows, :depth] = run.confidences
+        depth = min(run.tokens.shape[1], drafts.tokens.shape[1])
+        drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens[:, :depth]
+        drafts.confidences[rows, :depth] = run.confidences[:, :depth]
         drafts.draft_ms[Proposer.MEDUSA] = 1e3 * (self.clock() - start_s)
 
     @torch.inference_mode()

@@ -93,14 +93,6 @@ def trees_of(
     return _with_ancestors(counts, token, parent.astype(np.int32), place)
 
 
-def chains(drafts: Array, k: Array) -> Trees:
-    """Return the first k[r] tokens of each row of drafts i64 [rows, K] as a chain."""
-    counts = np.asarray(k, np.int64)
-    place = places_in_rows(counts)
-    token = drafts[np.repeat(np.arange(len(counts)), counts), place]
-    return _with_ancestors(counts, token, (place - 1).astype(np.int32), place)
-
-
 def places_in_rows(counts: Array) -> Array:
     """Return 0 .. counts[r] - 1 for each row r, flat: i64 [sum of counts]."""
     places: Array = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from parlay.engine.cli import JsonFile, one_line
+from parlay.engine.distill.options import (
+    WORK,
+    MeasureOnly,
+    Minutes,
+    Prompts,
+    Seed,
+    Target,
+    Work,
+    check,
+    write_figures,
+)
 
 
 def distill_medusa(
@@ -14,33 +26,24 @@ def distill_medusa(
         Path | None,
         typer.Option(help="the heads' file; with --measure-only: the shipped one, or a folder"),
     ] = None,
-    work: Annotated[
-        Path,
-        typer.Option(help="folder of what the stages make, `distill draft`'s too; a run resumes"),
-    ] = Path("distill-work"),
-    minutes: Annotated[float, typer.Option(help="training time, after the text is made")] = 60.0,
-    seed: Annotated[int, typer.Option(help="of prompts, draws, weights and order")] = 1,
-    prompts: Annotated[int, typer.Option(help="prompts that the target answers")] = 8000,
-    model: Annotated[
-        Path | None, typer.Option(help="the target, a Hugging Face Llama folder")
-    ] = None,
+    work: Work = WORK,
+    minutes: Minutes = 60.0,
+    seed: Seed = 1,
+    prompts: Prompts = 8000,
+    model: Target = None,
     draft: Annotated[
         Path | None,
         typer.Option(help="a draft's file to start from; none: the default model's, else random"),
     ] = None,
-    measure_only: Annotated[
-        bool, typer.Option("--measure-only", help="measure the heads in --out, train nothing")
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="write the figures here")
-    ] = None,
+    measure_only: MeasureOnly = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """Train Medusa heads on what the target generates, and measure them by task."""
-    try:
-        if out is None and not measure_only:
-            raise ValueError("say where the heads go: --out FILE")
-        if minutes <= 0 or prompts < 1:
-            raise ValueError("--minutes and --prompts must be above 0")
+    """Train Medusa heads on what the target generates, and measure them by task.
+
+    What the target answered for `distill draft` in the same folder is not asked again.
+    """
+    with one_line("distill medusa"):
+        check(out, measure_only, minutes, prompts, "heads go")
         from rich.console import Console
 
         from parlay.engine.distill.medusa import make_heads, measure_heads
@@ -55,8 +58,4 @@ def distill_medusa(
         else:
             start = draft or (SHIPPED_DRAFT if model is None else None)
             figures = make_heads(settings, path, console, start)
-        if json_file is not None:
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        typer.echo(f"parlay distill medusa: {error}", err=True)
-        raise typer.Exit(1) from None
+        write_figures(json_file, figures)

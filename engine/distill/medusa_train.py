@@ -8,7 +8,6 @@ it asked.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,11 @@ from parlay.engine.distill.examples import Example
 from parlay.engine.distill.llama import Target
 from parlay.engine.distill.student import CHUNK_ROWS
 from parlay.engine.distill.train import (
-    CHECKPOINT_EVERY_S,
     Optimizer,
     Progress,
-    rate_at,
+    forever,
     restore,
-    save,
+    spend,
 )
 from parlay.engine.linear import Linear
 from parlay.engine.medusa_heads import HeadsConfig, known_of, make_cells, run_cell
@@ -254,30 +252,14 @@ def train_heads(
 ) -> Progress:
     """Train new heads for a budget of minutes, or go on from the checkpoint where there is one.
 
-    Loss and agreement reported are the first head's. The schedule follows the time used, as in
-    `train.train`.
+    Loss and agreement reported are the first head's.
     """
     optimizer = Optimizer(student)
     state = restore(checkpoint, optimizer) if checkpoint.exists() else Progress()
-    before, start, saved = state.used_s, time.monotonic(), time.monotonic()
     rng = torch.Generator().manual_seed(seed + state.steps)
-    for batch in _forever(examples, seed + state.steps):
-        if state.used_s >= 60 * minutes:
-            break
-        loss, right = learn_heads(student, target, batch, rng)[0]
-        optimizer.step(RATE_SHARE * rate_at(state.used_s / (60 * minutes)))
-        now = time.monotonic()
-        tokens = state.tokens + len(batch.tokens)
-        state = Progress(before + now - start, tokens, state.steps + 1, loss, right)
-        report(state)
-        if now - saved > CHECKPOINT_EVERY_S:
-            save(checkpoint, optimizer, state)
-            saved = now
-    save(checkpoint, optimizer, state)
-    return state
+    batches = forever(lambda s: answers(examples, s), seed + state.steps)
 
+    def learned(batch: Answers) -> tuple[int, float, float]:
+        return len(batch.tokens), *learn_heads(student, target, batch, rng)[0]
 
-def _forever(examples: list[Example], seed: int) -> Iterator[Answers]:
-    while True:
-        yield from answers(examples, seed)
-        seed += 1
+    return spend(minutes, optimizer, state, batches, learned, checkpoint, report, RATE_SHARE)

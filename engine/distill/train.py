@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ CLIP_NORM = 1.0
 NORM_SCALES = (1.0, 0.5, 0.35, 0.25, 0.15, 0.1)
 CHECKPOINT_EVERY_S = 120.0
 _UNREADABLE = (EOFError, OSError, struct.error, pickle.UnpicklingError)
+AnyBatch = TypeVar("AnyBatch")
 
 
 @dataclass
@@ -193,14 +194,36 @@ def train(
         _calibrate(student, target, next(epoch(examples, known, seed)), teacher_head)
     optimizer = Optimizer(student)
     state = restore(checkpoint, optimizer) if resumed else Progress()
+    batches = forever(lambda s: epoch(examples, known, s), seed + state.steps)
+
+    def learned(batch: Batch) -> tuple[int, float, float]:
+        return len(batch.at), *learn(student, target, batch, teacher_head)
+
+    return spend(minutes, optimizer, state, batches, learned, checkpoint, report)
+
+
+def spend(
+    minutes: float,
+    optimizer: Optimizer,
+    state: Progress,
+    batches: Iterator[AnyBatch],
+    learn_from: Callable[[AnyBatch], tuple[int, float, float]],
+    checkpoint: Path,
+    report: Callable[[Progress], None],
+    rate_share: float = 1.0,
+) -> Progress:
+    """Spend what is left of a budget of minutes on batches; return where the run stands then.
+
+    learn_from: leaves a batch's gradients and returns its tokens, loss and agreement.
+    """
     before, start, saved = state.used_s, time.monotonic(), time.monotonic()
-    for batch in _forever(examples, known, seed + state.steps):
+    for batch in batches:
         if state.used_s >= 60 * minutes:
             break
-        loss, agreed = learn(student, target, batch, teacher_head)
-        optimizer.step(rate_at(state.used_s / (60 * minutes)))
+        tokens, loss, agreed = learn_from(batch)
+        optimizer.step(rate_share * rate_at(state.used_s / (60 * minutes)))
         now = time.monotonic()
-        tokens = state.tokens + len(batch.at)
+        tokens += state.tokens
         state = Progress(before + now - start, tokens, state.steps + 1, loss, agreed)
         report(state)
         if now - saved > CHECKPOINT_EVERY_S:
@@ -208,6 +231,13 @@ def train(
             saved = now
     save(checkpoint, optimizer, state)
     return state
+
+
+def forever(epoch: Callable[[int], Iterator[AnyBatch]], seed: int) -> Iterator[AnyBatch]:
+    """Yield the batches of epoch(seed), epoch(seed + 1) and so on."""
+    while True:
+        yield from epoch(seed)
+        seed += 1
 
 
 def learn(
@@ -233,12 +263,6 @@ def _calibrate(student: Student, target: Target, batch: Batch, teacher_head: Ten
     norm.data = full * min(losses, key=losses.__getitem__)
     for p in student.tensors().values():
         p.grad = None
-
-
-def _forever(examples: list[Example], known: Tensor, seed: int) -> Iterator[Batch]:
-    while True:
-        yield from epoch(examples, known, seed)
-        seed += 1
 
 
 def save(path: Path, optimizer: Optimizer, state: Progress) -> None:

@@ -104,6 +104,8 @@ class DraftModelProposer:
         requests = [batch.requests[r] for r in order]
         share, late = self._shares(requests)
         depth, most = np.where(late, 0, k[order]), int(k[order[0]])
+        # What is only observed is observed to its end: where it is sure it holds more often.
+        watched = batch.shadow_k[order] > 0 if len(batch.shadow_k) else np.zeros(len(order), bool)
         guess = np.full((len(order), most), -1, np.int64)
         confidence = np.full((len(order), most), np.nan, np.float32)
         law = DraftLaw(
@@ -118,13 +120,13 @@ class DraftModelProposer:
             chosen, peak, own = self._choose(logits, requests, alive, place, law, siblings)
             confidence[alive, place] = peak
             if stop.kind is not StopKind.NONE:
-                reach[alive] *= estimate(plan, peak)
-                go = keeps_drafting(stop, reach[alive], logits, place)
+                reach[alive] *= estimate(plan, Proposer.DRAFT_MODEL, place, peak)
+                go = keeps_drafting(stop, reach[alive], logits, place) | watched[alive]
                 alive, chosen, own = alive[go], chosen[go], own[go]
             guess[alive, place] = chosen
             if stop.kind is StopKind.PROBABILITY:
                 # The token that falls below the threshold is kept; drafting ends behind it.
-                alive = alive[own >= stop.threshold]
+                alive = alive[(own >= stop.threshold) | watched[alive]]
             alive = alive[depth[alive] > passes]
             if not len(alive):
                 break
@@ -246,11 +248,13 @@ def _is_sampled(request: Request) -> bool:
     return request.sampling.mode is SampleMode.REJECTION
 
 
-def estimate(plan: Plan | None, peak: Array) -> Array:
-    """Return what the plan thinks of places whose likeliest token has probability `peak`."""
+def estimate(plan: Plan | None, proposer: Proposer, place: int, peak: Array) -> Array:
+    """Return P(accepted), as a plan has it, at a place whose likeliest token has chance `peak`."""
     if plan is None or plan.calibration is None:
         return peak
-    slope, offset = plan.calibration[Proposer.DRAFT_MODEL]
+    lines = plan.calibration[proposer].reshape(2, -1)
+    # A line a place, the last of which goes for all that follow.
+    slope, offset = lines[:, min(place, lines.shape[1] - 1)]
     return calibrated(peak, float(slope), float(offset))
 
 

@@ -17,13 +17,12 @@ from torch import Tensor
 from parlay.engine.backend import Batch
 from parlay.engine.branches import Branch
 from parlay.engine.medusa_heads import Heads
-from parlay.engine.proposers.draft_model import keeps_drafting
+from parlay.engine.proposers.draft_model import estimate, keeps_drafting
 from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
 from parlay.engine.spans import Spans
-from parlay.policies.calibration import calibrated
 from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
 
 
@@ -38,6 +37,19 @@ class HeadsRun:
     tokens: Array
     confidences: Array
     branches: dict[int, list[Branch]]
+
+    def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
+        """Return the guesses of batch rows rows[seen], by row; nothing verifies them."""
+        return {
+            int(rows[i]): self.tokens[i, : self.count[i]].tolist()
+            for i in np.flatnonzero(seen & (self.count > 0))
+        }
+
+    def only(self, rows: Array, kept: Array) -> HeadsRun:
+        """Return the run of batch rows rows[kept], bool."""
+        mine = set(rows[kept].tolist())
+        branches = {row: found for row, found in self.branches.items() if row in mine}
+        return HeadsRun(self.count[kept], self.tokens[kept], self.confidences[kept], branches)
 
 
 class MedusaProposer:
@@ -61,6 +73,8 @@ class MedusaProposer:
         guess = np.full((len(rows), depth), -1, np.int64)
         confidence = np.full((len(rows), depth), np.nan, np.float32)
         stop = plan.stop_rule if plan else StopRule()
+        # What is only observed is observed to its end: where heads are sure they hold more often.
+        watched = batch.heads_k[rows] > 0 if len(batch.heads_k) else np.zeros(len(rows), bool)
         siblings = Siblings(beside, rows, self._host_ids)
         alive = np.flatnonzero(wanted)
         reach = np.ones(len(alive))
@@ -72,12 +86,12 @@ class MedusaProposer:
             if beside:
                 siblings.see(torch.softmax(logits.float(), -1), chosen, alive, place)
             confidence[alive, place] = peak
-            reach = reach * _estimate(plan, peak)
-            go = keeps_drafting(stop, reach, logits, place)
+            reach = reach * estimate(plan, Proposer.MEDUSA, place, peak)
+            go = keeps_drafting(stop, reach, logits, place) | watched[alive]
             guess[alive[go], place] = self._host_ids[chosen[go]]
             if stop.kind is StopKind.PROBABILITY:
                 # The token that falls below the threshold is kept; guessing ends behind it.
-                go &= own >= stop.threshold
+                go &= (own >= stop.threshold) | watched[alive]
             go &= wanted[alive] > place + 1
             if not go.any():
                 break
@@ -128,11 +142,3 @@ class MedusaProposer:
 def is_read(request: Request) -> bool:
     """Say whether the target has read all of a request's tokens but the last."""
     return request.pending == 1
-
-
-def _estimate(plan: Plan | None, peak: Array) -> Array:
-    """Return what the plan thinks of places whose likeliest token has probability `peak`."""
-    if plan is None or plan.calibration is None:
-        return peak
-    slope, offset = plan.calibration[Proposer.MEDUSA]
-    return calibrated(peak, float(slope), float(offset))

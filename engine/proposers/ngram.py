@@ -13,7 +13,12 @@ import numpy as np
 
 from parlay.engine.backend import Lookup
 from parlay.engine.proposers.ngram_index import NgramIndex
-from parlay.engine.proposers.shared_corpus import LONGEST_WORTH, SharedCorpus, merged
+from parlay.engine.proposers.shared_corpus import (
+    LONGEST_WORTH,
+    CorpusReader,
+    SharedCorpus,
+    merged,
+)
 from parlay.engine.request import Request
 from parlay.policies.types import Array
 
@@ -51,6 +56,7 @@ class NgramProposer:
         shared = corpus_tokens or len(texts)
         self.corpus = SharedCorpus(corpus_tokens, texts) if shared else None
         self._indexes: dict[Request, NgramIndex] = {}
+        self._readers: dict[Request, CorpusReader] = {}
 
     def lookup(self, requests: Sequence[Request], depth: int) -> Lookup:
         """Return the guesses for requests whose every token but the last is computed.
@@ -64,22 +70,24 @@ class NgramProposer:
                 self._index(request, request.computed)
                 continue
             index = self._index(request, len(request.tokens))
-            if index.match_tokens:
-                match[row], seen[row] = index.match_tokens, index.match_count
-                followed[row] = index.guess_count()
+            if own := index.match_tokens:
+                match[row], seen[row], followed[row] = own, index.match_count, index.guess_count()
                 tokens[row] = index.propose(depth)
-            if self.corpus is not None and match[row] < LONGEST_WORTH:
-                found = self.corpus.continuations(request.tokens, depth, 1)
-                if found and found[0].match_tokens > match[row]:
-                    match[row], seen[row], followed[row], guess = found[0]
-                    tokens[row] = guess + [-1] * (depth - len(guess))
+            reader = self._reader(request)
+            if reader is None or own >= LONGEST_WORTH:
+                continue
+            if found := reader.continuations(depth, 1, beyond=own):
+                match[row], seen[row], followed[row], guess = found[0]
+                tokens[row] = guess + [-1] * (depth - len(guess))
         return Lookup(match, tokens, seen, followed)
 
     def candidates(self, request: Request, k: int, width: int) -> Candidates:
         """Return up to width continuations of k tokens, by match length, then by count."""
         found = self._index(request, len(request.tokens)).continuations(k, width)
-        if self.corpus is not None:
-            found = merged(found, self.corpus.continuations(request.tokens, k, width), width)
+        if (reader := self._reader(request)) is not None:
+            # As in `lookup`, an own match goes before one that is worth no more.
+            beyond = found[-1].match_tokens if len(found) == width else 0
+            found = merged(found, reader.continuations(k, width, beyond), width)
         tokens = np.full((len(found), k), -1, np.int64)
         for row, one in enumerate(found):
             tokens[row, : len(one.tokens)] = one.tokens
@@ -90,6 +98,7 @@ class NgramProposer:
     def forget(self, request: Request) -> None:
         """Drop a request's index; what a finished one was answered goes to the corpus."""
         index = self._indexes.pop(request, None)
+        self._readers.pop(request, None)
         if index is not None and self.corpus is not None and request.finished:
             self.corpus.add(request.output)
 
@@ -101,3 +110,13 @@ class NgramProposer:
         assert len(index.tokens) <= len(request.tokens), "committed tokens were taken back"
         index.extend(request.tokens[len(index.tokens) : end])
         return index
+
+    def _reader(self, request: Request) -> CorpusReader | None:
+        """Return what has read the request's tokens in the corpus, None without one."""
+        if self.corpus is None:
+            return None
+        reader = self._readers.get(request)
+        if reader is None:
+            reader = self._readers[request] = CorpusReader(self.corpus)
+        reader.read(request.tokens)
+        return reader

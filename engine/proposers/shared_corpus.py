@@ -20,6 +20,7 @@ of 1-3, 4-6 and 7-9 tokens was right about its next token as often as an own one
 LONGEST_WORTH = -(-LONGEST_MATCH // WORTH)
 """Own matches as long as this need not ask."""
 _END = -1
+_NOWHERE = (0, 0)
 
 
 class SharedCorpus:
@@ -53,17 +54,56 @@ class SharedCorpus:
         self._newer.extend(kept)
         self._newer.extend([_END])
 
-    def continuations(self, text: Sequence[int], k: int, width: int) -> list[Continuation]:
-        """Return up to width of them, each up to its own text's end, in the order of `merged`.
+    @property
+    def parts(self) -> tuple[NgramIndex, NgramIndex, NgramIndex]:
+        """Return the automata, the newest texts' first."""
+        return self._newer, self._older, self._given
 
-        Their match_tokens is what the match is worth: a third of its length, rounded up.
+    def continuations(self, text: Sequence[int], k: int, width: int) -> list[Continuation]:
+        """Return `CorpusReader.continuations` of a text that is read anew."""
+        reader = CorpusReader(self)
+        reader.read(text)
+        return reader.continuations(k, width)
+
+
+class CorpusReader:
+    """Where a growing text stands in a corpus, so that each of its tokens is looked up once."""
+
+    def __init__(self, corpus: SharedCorpus) -> None:
+        self._corpus, self._read_tokens = corpus, 0
+        self._at: dict[NgramIndex, tuple[int, int]] = {}
+
+    def read(self, text: Sequence[int]) -> None:
+        """Go on to the end of the text, which has grown since."""
+        begin, at = self._read_tokens, self._at
+        if begin < len(text) - LONGEST_MATCH:
+            begin, at = len(text) - LONGEST_MATCH, {}
+        unread, self._read_tokens = text[begin:], len(text)
+        self._at = {
+            part: part.follow(*at.get(part, _NOWHERE), unread, LONGEST_MATCH)
+            for part in self._corpus.parts
+        }
+
+    def continuations(self, k: int, width: int, beyond: int = 0) -> list[Continuation]:
+        """Return up to width ways to go on, each to its own text's end, in the order of `merged`.
+
+        Their match_tokens is what the match is worth: a third of its length, rounded up. beyond:
+        none that is worth no more than this.
         """
-        tail, found = text[-LONGEST_MATCH:], list[Continuation]()
-        for part in (self._newer, self._older, self._given):
-            state, length = part.find(tail)
-            if state:
-                found = merged(found, part.continuations_of(state, length, k, width), width)
+        least = beyond * WORTH
+        matches = sorted((m for m in self._at.items() if m[1][1] > least), key=_longest_first)
+        found = list[Continuation]()
+        for part, (state, length) in matches:
+            here = part.continuations_of(state, length, k, width, above=least)
+            found = merged(found, here, width) if found else here
+            if len(found) == width:
+                # What matches as long may be more frequent.
+                least = max(least, found[-1].match_tokens - 1)
         return [_of_one_text(one) for one in found]
+
+
+def _longest_first(match: tuple[NgramIndex, tuple[int, int]]) -> int:
+    return -match[1][1]
 
 
 def merged(first: list[Continuation], second: list[Continuation], width: int) -> list[Continuation]:

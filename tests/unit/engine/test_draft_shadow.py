@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.policy import Stateless
-from parlay.policies.types import BatchView, Plan, Proposer, ShadowKind, StepOutcome
+from parlay.policies.types import (
+    BatchView,
+    Plan,
+    Proposer,
+    ShadowKind,
+    StepOutcome,
+    StopKind,
+    StopRule,
+)
 
 DRAFT, NGRAM, NONE = Proposer.DRAFT_MODEL, Proposer.NGRAM, Proposer.NONE
 VOCAB = 6
@@ -187,3 +196,20 @@ def test_a_guess_that_was_not_seen_to_its_end_says_so() -> None:
     assert request.output_tokens == 2
     assert [o for *_, o, _ in drafts_in(outcome)] in ([], [1])
     assert not engine.shadow._pending
+
+
+@pytest.mark.parametrize("kind", [StopKind.SURVIVAL, StopKind.ENTROPY, StopKind.PROBABILITY])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0)])
+def test_stop_rules_end_no_guess_that_is_only_watched(
+    sampling: SamplingParams, kind: StopKind
+) -> None:
+    """Those that a rule lets go on hold more often than others."""
+    rule = StopRule(kind, 0.0 if kind is StopKind.ENTROPY else 0.99)
+    engine = engine_of(Watching(AnyPlan((NONE,), 0, stop_rule=rule)))
+    request = engine.add([1, 5, 2], dataclasses.replace(sampling, max_tokens=60))
+    offered = []
+    while engine.has_work:
+        room = request.remaining - 1
+        offered += [k for k, *_ in drafts_in(step(engine)) if room > 20]
+    assert len(offered) > 10
+    assert set(offered) == {1 if sampling.temperature else SHADOW_PASSES}

@@ -40,9 +40,10 @@ def logits_after(model: Model, tokens: list[int]) -> torch.Tensor:
     return model.logits(hidden)[-1:]
 
 
-def exact_joint(params: SamplingParams) -> Array:
+def exact_joint(params: SamplingParams, dtype: torch.dtype = torch.float32) -> Array:
     """Return P of every text of LENGTH tokens, by running the target over each of its prefixes."""
-    model, joint = tiny_backend(VOCAB).target, np.ones((VOCAB,) * LENGTH)
+    model = tiny_backend(VOCAB, dtypes=(dtype, dtype)).target
+    joint = np.ones((VOCAB,) * LENGTH)
     for length in range(LENGTH):
         for prefix in itertools.product(range(VOCAB), repeat=length):
             law = probabilities(logits_after(model, PROMPT + list(prefix)), [params])[0].numpy()
@@ -52,10 +53,14 @@ def exact_joint(params: SamplingParams) -> Array:
 
 
 def draw(
-    params: list[SamplingParams], policy: AnyPlan, seed: int, state_layers: tuple[int, ...] = ()
+    params: list[SamplingParams],
+    policy: AnyPlan,
+    seed: int,
+    state_layers: tuple[int, ...] = (),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> Array:
     """Return how often each text came out, one request for each of `params`."""
-    backend = tiny_backend(VOCAB, seed, state_layers=state_layers)
+    backend = tiny_backend(VOCAB, seed, state_layers=state_layers, dtypes=dtypes)
     engine = Engine(backend, LocalPlanner(policy), CONFIG)
     requests = [engine.add(PROMPT, p) for p in params]
     counts = np.zeros((VOCAB,) * LENGTH)
@@ -92,6 +97,19 @@ def test_a_draft_that_reads_states_does_not_bias() -> None:
     params = SamplingParams(1.0, max_tokens=LENGTH)
     counts = draw([params] * DRAWS, AnyPlan(MIXES["mix"], 3), seed=12, state_layers=(1, 2))
     assert p_value(counts, exact_joint(params)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("target", "state_layers"),
+    [(torch.float32, ()), (torch.float32, (1, 2)), (torch.bfloat16, (1,))],
+)
+def test_a_draft_in_another_dtype_than_the_target_does_not_bias(
+    target: torch.dtype, state_layers: tuple[int, ...]
+) -> None:
+    other = torch.bfloat16 if target is torch.float32 else torch.float32
+    params, policy = SamplingParams(0.9, max_tokens=LENGTH), AnyPlan(MIXES["draft"], 3)
+    counts = draw([params] * (DRAWS // 2), policy, 8, state_layers, (target, other))
+    assert p_value(counts, exact_joint(params, target)) > 1e-3
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda s: s.kind.name.lower())
@@ -132,3 +150,26 @@ def test_greedy_and_coupled_outputs_do_not_depend_on_speculation(temperature: fl
     assert len({tuple(o) for o in plain}) > 6
     for name, mix in MIXES.items():
         assert outputs(AnyPlan(mix, 8, seed=len(name)), running=12) == plain, name
+
+
+@pytest.mark.parametrize("state_layers", [(), (1, 2)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nor_on_the_dtype_of_the_draft(temperature: float, state_layers: tuple[int, ...]) -> None:
+    def outputs(policy: AnyPlan, draft: torch.dtype) -> tuple[list[list[int]], int]:
+        dtypes = torch.float32, draft
+        backend = tiny_backend(50, 4, state_layers=state_layers, dtypes=dtypes)
+        engine = Engine(backend, LocalPlanner(policy), CONFIG)
+        seeds = range(8)
+        requests = [
+            engine.add([1 + s, 2, 3], SamplingParams(temperature, seed=s, max_tokens=40))
+            for s in seeds
+        ]
+        while engine.has_work:
+            engine.step()
+        return [r.output for r in requests], sum(r.accepted for r in requests)
+
+    plain, _ = outputs(AnyPlan((NONE,), 0), torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        found, accepted = outputs(AnyPlan((DRAFT,), 5, seed=2), dtype)
+        assert found == plain
+        assert accepted > 0

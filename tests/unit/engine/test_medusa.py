@@ -19,7 +19,15 @@ from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.verify import accept, places_of
-from parlay.policies.types import Array, Proposer, StepOutcome, StopKind, StopRule
+from parlay.policies.types import (
+    Array,
+    BatchView,
+    Plan,
+    Proposer,
+    StepOutcome,
+    StopKind,
+    StopRule,
+)
 
 MEDUSA = Proposer.MEDUSA
 ALL = (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, MEDUSA)
@@ -167,6 +175,71 @@ def test_stop_rules_stop_where_they_say(kind: StopKind) -> None:
                 assert np.all(np.cumprod(kept) >= threshold)
             if kind is StopKind.PROBABILITY:
                 assert np.all(kept[:-1] >= threshold)
+
+
+@pytest.mark.parametrize("kind", [None, StopKind.SURVIVAL, StopKind.PROBABILITY, StopKind.ENTROPY])
+def test_a_row_that_stops_costs_no_further_rows(kind: StopKind | None) -> None:
+    limits = {StopKind.SURVIVAL: 0.25, StopKind.ENTROPY: 0.4, StopKind.PROBABILITY: 0.6}
+    rule = StopRule(kind, limits[kind]) if kind else None
+    policy = AnyPlan((MEDUSA, Proposer.NONE), 4, seed=1, stop_rule=rule)
+    engine = Engine(headed_backend(40), LocalPlanner(policy), CONFIG)
+    assert isinstance(engine.backend, TorchBackend)
+    assert engine.backend.medusa is not None
+    heads, rows = engine.backend.medusa.heads, list[int]()
+    run = heads.step
+
+    def counted(place: int, x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows.append(len(x))
+        return run(place, x, tokens)
+
+    heads.step = counted  # type: ignore[method-assign,assignment]
+    engine.shadow.asks_heads = lambda *_: np.zeros(0, np.int32)  # type: ignore[method-assign]
+    for i in range(6):
+        engine.add([1 + i, 5, 9, 2], SamplingParams(max_tokens=30))
+    ragged = stopped = 0
+    while engine.has_work:
+        rows.clear()
+        outcome = step(engine)
+        # A row is read for the place where it stops, and for none behind it.
+        most = outcome.drafted_k + (kind in (StopKind.SURVIVAL, StopKind.ENTROPY))
+        considered = np.isfinite(outcome.confidences)
+        assert np.all(considered.sum(1) == np.minimum(most, outcome.requested_k))
+        assert rows == considered.sum(0)[considered.any(0)].tolist()
+        stopped += int((outcome.drafted_k < outcome.requested_k).sum())
+        ragged += len(set(rows)) > 1
+    assert ragged > 5
+    assert (stopped > 5) == (kind is not None)
+
+
+class Believing(AnyPlan):
+    """Plans under which one proposer's confidences mean what slopes and offsets [2, K] say."""
+
+    def __init__(self, proposer: Proposer, lines: list[list[float]]) -> None:
+        super().__init__((MEDUSA,), 4, stop_rule=StopRule(StopKind.SURVIVAL, 0.5), fixed_k=True)
+        at_their_word = np.array([[1.0], [0.0]], np.float32)
+        self.calibration = np.tile(at_their_word, (len(Proposer), 1, len(lines[0])))
+        self.calibration[proposer] = lines
+
+    def decide(self, view: BatchView) -> Plan:
+        lines = self.calibration[:, :, 0] if self.calibration.shape[2] == 1 else self.calibration
+        return dataclasses.replace(super().decide(view), calibration=lines)
+
+
+def test_stop_rules_go_by_what_the_plan_thinks_of_heads_at_each_place() -> None:
+    def drafted(proposer: Proposer, lines: list[list[float]]) -> list[list[int]]:
+        found = outcomes(Believing(proposer, lines))
+        return [o.drafted_k[o.requested_k == 4].tolist() for o in found]
+
+    plain = drafted(Proposer.NGRAM, [[1.0], [0.0]])
+    assert {k for step in plain for k in step} > {0, 1}
+    assert drafted(Proposer.DRAFT_MODEL, [[1.0], [-20.0]]) == plain
+    assert {k for step in drafted(MEDUSA, [[1.0], [-20.0]]) for k in step} == {0}
+    assert {k for step in drafted(MEDUSA, [[1.0], [20.0]]) for k in step} == {4}
+    deep = drafted(MEDUSA, [[1.0, 1.0, 1.0], [20.0, 20.0, -20.0]])
+    assert {k for step in deep for k in step} == {2}
+    assert {k for step in drafted(MEDUSA, [[1.0, 1.0], [-20.0, 20.0]]) for k in step} == {0}
+    last_goes_on = drafted(MEDUSA, [[0.0, 0.0], [1.1, 1.1]])  # sigmoid(1.1) = .75
+    assert {k for step in last_goes_on for k in step} == {2}
 
 
 def test_where_heads_have_the_targets_law_coupled_guesses_are_its_tokens() -> None:

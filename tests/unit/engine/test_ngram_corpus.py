@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.engine.test_ngram_index import lines_run
 
 from parlay.engine.proposers.ngram_index import Continuation
-from parlay.engine.proposers.shared_corpus import LONGEST_MATCH, SharedCorpus, merged
+from parlay.engine.proposers.shared_corpus import (
+    LONGEST_MATCH,
+    CorpusReader,
+    SharedCorpus,
+    merged,
+)
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 
@@ -101,3 +110,84 @@ def test_texts_that_were_given_stay_and_without_room_nothing_is_added() -> None:
     only_given.add([1, 2, 1])
     assert only_given.held_tokens == 4
     assert not only_given.continuations([1], 4, 1)
+
+
+def plainly(corpus: SharedCorpus, tail: list[int], width: int) -> list[Continuation]:
+    """Return what all three parts offer, without leaving any out that cannot be best."""
+    found = list[Continuation]()
+    for part in (corpus._newer, corpus._older, corpus._given):
+        state, length = part.find(tail[-LONGEST_MATCH:])
+        if state:
+            found = merged(found, part.continuations_of(state, length, 3, width), width)
+    return found
+
+
+@given(
+    st.lists(TEXT, max_size=3), st.lists(TEXT, max_size=8), TEXT, st.integers(1, 4),
+    st.integers(0, 5),
+)  # fmt: skip
+def test_parts_that_are_left_out_had_nothing_better(
+    given_texts: list[list[int]], texts: list[list[int]], tail: list[int], width: int, beyond: int
+) -> None:
+    corpus = SharedCorpus(60, given_texts)
+    for text in texts:
+        corpus.add(text)
+    expected = plainly(corpus, tail, width)
+    found = corpus.continuations(tail, 3, width)
+    assert [(c.match_tokens, c.guess_count) for c in found] == [
+        (-(-c.match_tokens // 3), c.guess_count) for c in expected
+    ]
+    reader = CorpusReader(corpus)
+    reader.read(tail)
+    better = reader.continuations(3, width, beyond)
+    assert better == [c for c in found if c.match_tokens > beyond]
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_lookup_is_bounded_however_much_is_held(width: int) -> None:
+    """In lines of Python run, which stand for time without a clock."""
+    draw = random.Random(4)
+    corpus = SharedCorpus(120_000, [[draw.randrange(300) for _ in range(3000)]])
+    for _ in range(2500):
+        corpus.add([draw.randrange(300) for _ in range(40)])
+    tails = [[draw.randrange(300) for _ in range(16)] for _ in range(20)]
+    runs = [lines_run(partial(corpus.continuations, t, 8, width)) for t in tails]
+    assert max(runs) < 1500
+
+
+def test_a_text_that_goes_on_is_matched_as_one_that_is_read_anew() -> None:
+    """Also where the corpus grows and parts are dropped, but for what grew within a match."""
+    draw = random.Random(8)
+    for grows in (False, True):
+        corpus = SharedCorpus(300, [[draw.randrange(3) for _ in range(60)]])
+        for _ in range(6):
+            corpus.add([draw.randrange(3) for _ in range(40)])
+        text, reader, since = [draw.randrange(3) for _ in range(20)], CorpusReader(corpus), 16
+        for _ in range(400):
+            if grows and draw.random() < 0.02:
+                corpus.add([*text[-30:], *(draw.randrange(3) for _ in range(10))])
+                since = 0
+            new = [draw.randrange(3) for _ in range(draw.randrange(4))]
+            text, since = text + new, since + len(new)
+            reader.read(text)
+            anew, found = corpus.continuations(text, 4, 3), reader.continuations(4, 3)
+            if since >= LONGEST_MATCH:
+                assert found == anew
+            else:
+                assert all(
+                    a.match_tokens >= b.match_tokens for a, b in zip(anew, found, strict=False)
+                )
+
+
+def test_a_new_token_is_looked_up_alone() -> None:
+    draw = random.Random(5)
+    corpus = SharedCorpus(100_000, [[draw.randrange(300) for _ in range(3000)]])
+    for _ in range(2000):
+        corpus.add([draw.randrange(300) for _ in range(40)])
+    text, reader = [draw.randrange(300) for _ in range(32_768)], CorpusReader(corpus)
+    reader.read(text)
+    runs = []
+    for _ in range(200):
+        text.append(draw.randrange(300))
+        runs.append(lines_run(partial(reader.read, text)))
+    assert max(runs) < 150

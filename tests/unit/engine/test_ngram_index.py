@@ -98,6 +98,19 @@ def test_the_longest_suffix_of_another_text_is_found(
         assert one.match_count == len(places)
 
 
+def test_a_match_that_was_found_before_the_index_grew_sees_what_came() -> None:
+    index = NgramIndex()
+    index.extend([1, 2, 3, 4, -1])
+    at = index.follow(0, 0, [9, 2, 3], 16)
+    index.extend([5, 2, 3, 6, -1])
+    state, length = index.follow(*at, [], 16)
+    assert (state, length) == index.find([9, 2, 3])
+    found = index.continuations_of(state, length, 1, 3)
+    assert [(c.tokens, c.match_tokens, c.match_count) for c in found] == [([6], 2, 2), ([4], 2, 2)]
+    assert index.follow(*at, [6], 16) == index.find([9, 2, 3, 6])
+    assert index.follow(*at, [6], 2) == index.find([3, 6])
+
+
 def test_appending_bit_by_bit_is_the_same_as_at_once() -> None:
     text = [1, 2, 1, 2, 3, 1, 2, 1, 2, 3, 1, 2]
     whole, parts = NgramIndex(), NgramIndex()

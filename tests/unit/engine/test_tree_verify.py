@@ -18,7 +18,7 @@ from torch import Tensor
 from parlay.engine import tree_verify
 from parlay.engine.request import Request, SamplingParams
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
-from parlay.engine.tree import Trees, chains, trees_of
+from parlay.engine.tree import Trees, trees_of
 from parlay.engine.tree_verify import Walked, accept_trees
 from parlay.engine.verify import DraftLaw, accept, places_of
 from parlay.policies.types import Array
@@ -249,7 +249,8 @@ def test_chains_get_the_very_tokens_of_accept(bent: bool) -> None:
         logits = b.logits[torch.from_numpy(keep)]
         places = places_of(emitting, b.drafts, b.k)
         accepted, tokens = accept(logits, b.requests, places, b.law, 7)
-        trees = chains(b.drafts, b.k)
+        chains = [row[:n] for row, n in zip(b.drafts, b.k, strict=True)]
+        trees = trees_of(chains, [range(-1, n - 1) for n in b.k.tolist()])
         requests, rows = b.requests, emitting
         if bent:
             tree = trees_of([[0, 1, 2]], [[-1, -1, 1]])
