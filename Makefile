@@ -23,7 +23,7 @@ test: venv
 	@$(PYTEST)
 
 test-all: venv
-	@$(PYTEST) -m "not gpu and not vllm"
+	@$(PYTEST) -m "not gpu and not vllm and not sglang"
 
 check: venv
 	$(BIN)/ruff check .

@@ -173,12 +173,15 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="The file of parlay serve --config.")] = None,
     sidecar: Annotated[str | None, typer.Option(help="Its address, if not the file's.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint's folder.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Only its plugin: vllm, huggingface or sglang.")
+    ] = None,
 ) -> None:
     """Check an installation end to end; exit status 1 where something is wrong."""
     from parlay.policies.doctor import Asked, Verdict, examine
 
     failed = 0
-    for found in examine(Asked(config, sidecar, model)):
+    for found in examine(Asked(config, sidecar, model, engine)):
         failed += found.verdict is Verdict.FAIL
         mend = f"\n     {'':12} -> {found.mend}" if found.mend else ""
         typer.echo(f"{found.verdict:4} {found.what:12} {found.text}{mend}")

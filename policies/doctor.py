@@ -17,6 +17,8 @@ from parlay.policies.policy import every_policy, make_policy
 from parlay.policies.synthetic import LIMITS, History
 
 GROUP = "parlay.doctor"
+PLUGINS = "plugins"
+"""The check that looks at other engines."""
 _EXTRAS = {"torch": "engine", "redis": "redis", "starlette": "web", "pyarrow": "log"}
 
 
@@ -42,12 +44,14 @@ class Finding:
 class Asked:
     """What to look at: the file of `parlay serve --config`, a sidecar's address, a model's folder.
 
-    None: what the environment says, else the defaults.
+    None: what the environment says, else the defaults. engine: one that a plugin of ours steers, of
+    which alone is spoken then.
     """
 
     config: Path | None = None
     sidecar: str | None = None
     model: Path | None = None
+    engine: str | None = None
 
 
 Check = Callable[[Asked], Iterable[Finding]]
@@ -56,6 +60,8 @@ Check = Callable[[Asked], Iterable[Finding]]
 def examine(asked: Asked, points: Iterable[EntryPoint] | None = None) -> Iterator[Finding]:
     """Run every registered check; one that breaks is a finding, and the others go on."""
     found = entry_points(group=GROUP) if points is None else points
+    if asked.engine is not None:
+        found = [point for point in found if point.name == PLUGINS]
     for point in sorted(found, key=lambda point: point.name):
         try:
             check: Check = point.load()

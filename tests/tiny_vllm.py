@@ -77,6 +77,8 @@ def speculation(method: str, folder: Path, k: int = K_MAX) -> dict[str, Any]:
     if method == "ngram":
         lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
         return {"method": "ngram", "num_speculative_tokens": k, **lookup}
+    if method == "suffix":
+        return {"method": "suffix", "num_speculative_tokens": k}
     if method == "medusa":
         k = 3
     return {

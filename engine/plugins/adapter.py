@@ -6,11 +6,12 @@ can fail a step of the engine: where the policy raises, nobody speculates. Free 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from parlay.engine.commit import RECENT_DECAY
 from parlay.engine.planner import Planner
 from parlay.engine.plugins.counters import Counters
+from parlay.engine.plugins.fitting import every_row, fitted
 from parlay.engine.plugins.hints import speculation_of
 from parlay.engine.plugins.settings import PluginSettings, make_planner, read_settings
 from parlay.engine.plugins.tracked import Load, Tracked, view_of
@@ -32,7 +34,6 @@ from parlay.policies.types import (
     Fitted,
     Plan,
     PlanSource,
-    Proposer,
     ShadowRows,
     StepOutcome,
     no_shadows,
@@ -41,6 +42,8 @@ from parlay.policies.types import (
 __all__ = ["Adapter", "Decision", "Load", "StepResult", "Tracked", "view_of"]
 
 log = logging.getLogger("parlay.plugin")
+_DEFAULT = int(PlanSource.DEFAULT)
+_NEWS = 1.0 - RECENT_DECAY
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,8 +130,8 @@ class Adapter:
         with self._lock:
             view.step_id = next(self._steps)
             try:
-                plan, source = self.planner.plan(view)
-                fit = fit_plan(plan, view)
+                plan, source = self._timed(self.planner.plan, view)
+                fit = fitted(plan, view)
             except Exception as error:
                 self._failed("decide", error)
                 plan, source, fit = None, PlanSource.DEFAULT, fit_plan(None, view)
@@ -158,9 +161,8 @@ class Adapter:
         outcome = outcome_of(decision, result)
         with self._lock:
             self._keep(outcome)
-            self.counters.add(outcome)
             try:
-                self.planner.observe(outcome)
+                self._timed(self.planner.observe, outcome)
             except Exception as error:
                 self._failed("observe", error)
             self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
@@ -176,13 +178,34 @@ class Adapter:
         self.planner.close()
 
     def _keep(self, outcome: StepOutcome) -> None:
-        for row, request_id in enumerate(outcome.request_id.tolist()):
-            request, emitted = self._requests.get(request_id), int(outcome.emitted[row])
-            if request is not None and emitted:
-                request.steps += 1
-                request.drafted += int(outcome.drafted_k[row])
-                request.accepted += int(outcome.accepted[row])
-                request.recent_accept += (1 - RECENT_DECAY) * (emitted - request.recent_accept)
+        """Count a step, of all and of each request."""
+        requests, counters = self._requests, self.counters
+        counters.steps += 1
+        columns = (
+            *(outcome.request_id, outcome.proposer),
+            *(outcome.emitted, outcome.drafted_k, outcome.accepted),
+        )
+        for request_id, proposer, emitted, drafted, accepted in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            if drafted:
+                counters.add(proposer, drafted, accepted)
+            if emitted:
+                counters.emitted += emitted
+                request = requests.get(request_id)
+                if request is not None:
+                    request.steps += 1
+                    request.drafted += drafted
+                    request.accepted += accepted
+                    request.recent_accept += _NEWS * (emitted - request.recent_accept)
+
+    def _timed(self, call: Callable[[Any], Any], argument: Any) -> Any:
+        """Call the planner, and count what that took."""
+        start_ns = time.perf_counter_ns()
+        try:
+            return call(argument)
+        finally:
+            self.counters.policy_us += (time.perf_counter_ns() - start_ns) / 1e3
 
     def _failed(self, what: str, error: Exception) -> None:
         self.counters.errors += 1
@@ -199,27 +222,25 @@ def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
     view, fit = decision.view, decision.fit
     drafted = np.asarray(result.drafted, np.int16)
     verified = drafted if result.verified is None else np.asarray(result.verified, np.int16)
-    rows, depth = len(view), max(int(drafted.max(initial=0)), 1)
-    computed = int(np.maximum(view.prefill_tokens, 1).sum() + verified.sum())
-    blank = np.full((rows, depth), np.nan, np.float32)
-    cut = np.zeros(rows, np.uint8) if result.truncated_by is None else result.truncated_by
+    rows, cut, seen = len(view), result.truncated_by, result.confidences
     return StepOutcome(
         request_id=view.request_id,
         task=view.task,
-        proposer=np.where(fit.k > 0, fit.proposer, Proposer.NONE).astype(np.uint8),
+        proposer=fit.proposer,
         requested_k=fit.k.astype(np.int16),
         drafted_k=drafted,
         verified_k=verified,
         accepted=np.asarray(result.accepted, np.int16),
         emitted=np.asarray(result.emitted, np.int16),
         match_tokens=view.match_tokens,
-        truncated_by=np.asarray(cut, np.uint8),
-        plan_source=np.where(fit.follows, decision.source, PlanSource.DEFAULT).astype(np.uint8),
-        plan_step_id=np.full(rows, decision.plan.step_id if decision.plan else 0, np.uint64),
-        confidences=blank if result.confidences is None else result.confidences,
+        truncated_by=_same(rows, 0) if cut is None else np.asarray(cut, np.uint8),
+        plan_source=_sources(fit, int(decision.source)),
+        plan_step_id=np.array([decision.plan.step_id if decision.plan else 0] * rows, np.uint64),
+        confidences=_blank(rows, max([1, *drafted.tolist()])) if seen is None else seen,
         shadow=result.shadow,
         step_id=view.step_id,
-        padded_tokens=result.padded_tokens or computed,
+        padded_tokens=result.padded_tokens
+        or int(np.maximum(view.prefill_tokens, 1).sum() + verified.sum()),
         prefill_tokens=(
             int(view.prefill_tokens.sum())
             if result.prefill_tokens is None
@@ -231,3 +252,26 @@ def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
         verify_ms=result.verify_ms,
         step_ms=result.step_ms,
     )
+
+
+def _sources(fit: Fitted, source: int) -> Array:
+    """Return where each row's plan came from, u8 [rows]."""
+    if fit.follows is every_row(len(fit.follows)):
+        return _same(len(fit.follows), source)
+    return np.where(fit.follows, source, _DEFAULT).astype(np.uint8)
+
+
+@functools.lru_cache(maxsize=1024)
+def _same(rows: int, value: int) -> Array:
+    """Return one value for every row, u8 [rows], for everybody to read."""
+    same = np.full(rows, value, np.uint8)
+    same.flags.writeable = False
+    return same
+
+
+@functools.lru_cache(maxsize=256)
+def _blank(rows: int, depth: int) -> Array:
+    """Return confidences that nobody told, f32 [rows, depth], for everybody to read."""
+    blank = np.full((rows, depth), np.nan, np.float32)
+    blank.flags.writeable = False
+    return blank

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from parlay.policies.types import PROPOSERS, Array, PlanSource, Proposer, StepOutcome
+from parlay.policies.types import PROPOSERS, Array, PlanSource, Proposer
 
 
 @dataclass(slots=True)
 class Counters:
     """Since the start: steps observed; plans by source (default: none, nobody speculated); drafted
     and accepted tokens by proposer; emitted tokens; fallbacks to the engine's own ways by reason;
-    errors of the policy; time in the adapter on the engine's thread, in all and at most in one
-    call.
+    errors of the policy; time in the adapter on the engine's thread, in all, at most in one call,
+    and of that the policy's (or the sidecar's client's).
     """  # noqa: D205
 
     steps: int = 0
@@ -24,17 +24,26 @@ class Counters:
     errors: int = 0
     plans: Counter[PlanSource] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
-    drafted: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.int64))
-    accepted: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.int64))
+    _drafted: list[int] = field(default_factory=lambda: [0] * PROPOSERS)
+    _accepted: list[int] = field(default_factory=lambda: [0] * PROPOSERS)
     inside_us: float = 0.0
     inside_most_us: float = 0.0
+    policy_us: float = 0.0
 
-    def add(self, outcome: StepOutcome) -> None:
-        """Count one step."""
-        self.steps += 1
-        self.emitted += int(outcome.emitted.sum())
-        np.add.at(self.drafted, outcome.proposer, outcome.drafted_k)
-        np.add.at(self.accepted, outcome.proposer, outcome.accepted)
+    @property
+    def drafted(self) -> Array:
+        """Return the tokens drafted, i64 [PROPOSERS]."""
+        return np.asarray(self._drafted, np.int64)
+
+    @property
+    def accepted(self) -> Array:
+        """Return those of them that were accepted, i64 [PROPOSERS]."""
+        return np.asarray(self._accepted, np.int64)
+
+    def add(self, proposer: int, drafted: int, accepted: int) -> None:
+        """Count the drafts of one request in one step."""
+        self._drafted[proposer] += drafted
+        self._accepted[proposer] += accepted
 
     def spent(self, us: float) -> None:
         """Count the time of one call of the adapter."""
@@ -47,11 +56,12 @@ class Counters:
         return {
             "steps": self.steps,
             "emitted_tokens": self.emitted,
-            "drafted_tokens": {p.name.lower(): int(self.drafted[p]) for p in drafting},
-            "accepted_tokens": {p.name.lower(): int(self.accepted[p]) for p in drafting},
+            "drafted_tokens": {p.name.lower(): self._drafted[p] for p in drafting},
+            "accepted_tokens": {p.name.lower(): self._accepted[p] for p in drafting},
             "plans": {s.name.lower(): self.plans[s] for s in PlanSource},
             "fallbacks": dict(self.fallbacks),
             "errors": self.errors,
             "inside_us": self.inside_us,
             "inside_most_us": self.inside_most_us,
+            "policy_us": self.policy_us,
         }

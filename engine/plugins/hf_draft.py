@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from parlay.engine.plugins.hf_plain import cache_of
 from parlay.engine.proposers.draft_model import estimate, keeps_drafting
-from parlay.policies.types import Plan, StopKind, StopRule
+from parlay.policies.types import Plan, Proposer, StopKind, StopRule
 
 Choose = Callable[[list[int], Tensor], int]
 """Picks a token: (drafts so far, logits [1, vocab]) -> id."""
@@ -57,7 +57,7 @@ class DraftReader:
             law = torch.softmax(logits[0].float(), -1)
             peak = float(law.max())
             run.confidences.append(peak)
-            reach *= estimate(plan, np.asarray([peak]))
+            reach *= estimate(plan, Proposer.DRAFT_MODEL, place, np.asarray([peak]))
             if not keeps_drafting(stop, reach, logits, place)[0]:
                 break
             run.tokens.append(choose(run.tokens, logits))

@@ -9,7 +9,7 @@ import numpy as np
 
 from parlay.engine.request import SpeculationParams
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import K_LIMIT, BatchView, task_id
+from parlay.policies.types import K_LIMIT, Array, BatchView, task_id
 
 
 @dataclass(slots=True, eq=False)
@@ -52,32 +52,71 @@ class Load:
     kv_tokens: int = 0
 
 
+@dataclass(slots=True)
+class Standing:
+    """The middle part of a Tracked for many requests at once, each i32 [rows].
+
+    room: 0 or more, and 0 where prompt is computed. draft_kv_lag None: nothing to read.
+    """
+
+    context_tokens: Array
+    output_tokens: Array
+    prefill_tokens: Array
+    room: Array
+    match_tokens: Array
+    draft_kv_lag: Array | None = None
+
+
+class Columns:
+    """What stays the same of some requests, field by field: for views of them step after step."""
+
+    def __init__(self, rows: Sequence[Tracked], limits: EngineLimits) -> None:
+        self.rows, asked = rows, [r.speculation for r in rows]
+        self.request_id = np.asarray([r.request_id for r in rows], np.uint64)
+        self.task = np.asarray([task_id(s.task) for s in asked], np.uint32)
+        self.temperature = np.asarray([r.temperature for r in rows], np.float32)
+        self.seeded = np.asarray([r.seeded for r in rows], bool)
+        mask = limits.proposer_mask
+        self.proposer_mask = np.asarray([s.proposer_mask & mask for s in asked], np.uint8)
+        self.most_k = np.asarray([min(s.max_k, limits.k_max) for s in asked], np.int32)
+        self.tpot_target_ms = np.asarray([s.tpot_target_ms for s in asked], np.float32)
+        self.bucket_edges = np.asarray(limits.bucket_edges, np.int32)
+        self.no_lag = np.zeros(len(rows), np.int32)
+
+    def view(self, at: Standing, load: Load) -> BatchView:
+        """Return what a policy may know of these requests now; nobody may write to its arrays."""
+        lag = self.no_lag if at.draft_kv_lag is None else at.draft_kv_lag
+        return BatchView(
+            request_id=self.request_id,
+            task=self.task,
+            context_tokens=at.context_tokens,
+            output_tokens=at.output_tokens,
+            prefill_tokens=at.prefill_tokens,
+            temperature=self.temperature,
+            max_k=np.minimum(at.room, self.most_k),
+            proposer_mask=self.proposer_mask,
+            tpot_target_ms=self.tpot_target_ms,
+            recent_accept=np.asarray([r.recent_accept for r in self.rows], np.float32),
+            match_tokens=at.match_tokens,
+            draft_kv_lag=lag,
+            seeded=self.seeded,
+            running=len(self.rows),
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            kv_tokens=load.kv_tokens or int(at.context_tokens.sum()),
+            bucket_edges=self.bucket_edges,
+        )
+
+
 def view_of(rows: Sequence[Tracked], limits: EngineLimits, load: Load | None = None) -> BatchView:
     """Return what a policy may know of the requests of the coming step."""
-    load = load or Load()
-    mask, k_max = limits.proposer_mask, limits.k_max
-    prefill = np.asarray([r.prefill_tokens for r in rows], np.int32)
-    max_k = np.asarray([max(0, min(r.room, r.speculation.max_k, k_max)) for r in rows], np.int32)
-    allowed = [r.speculation.proposer_mask & mask for r in rows]
-    targets = [r.speculation.tpot_target_ms for r in rows]
-    return BatchView(
-        request_id=np.asarray([r.request_id for r in rows], np.uint64),
-        task=np.asarray([task_id(r.speculation.task) for r in rows], np.uint32),
+    standing = Standing(
         context_tokens=np.asarray([r.context_tokens for r in rows], np.int32),
         output_tokens=np.asarray([r.output_tokens for r in rows], np.int32),
-        prefill_tokens=prefill,
-        temperature=np.asarray([r.temperature for r in rows], np.float32),
-        max_k=np.where(prefill > 0, 0, max_k).astype(np.int32),
-        proposer_mask=np.asarray(allowed, np.uint8),
-        tpot_target_ms=np.asarray(targets, np.float32),
-        recent_accept=np.asarray([r.recent_accept for r in rows], np.float32),
+        prefill_tokens=np.asarray([r.prefill_tokens for r in rows], np.int32),
+        room=np.asarray([0 if r.prefill_tokens > 0 else max(r.room, 0) for r in rows], np.int32),
         match_tokens=np.asarray([r.match_tokens for r in rows], np.int32),
         draft_kv_lag=np.asarray([r.draft_kv_lag for r in rows], np.int32),
-        seeded=np.asarray([r.seeded for r in rows], bool),
-        running=len(rows),
-        waiting=load.waiting,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        kv_tokens=load.kv_tokens or sum(r.context_tokens for r in rows),
-        bucket_edges=np.asarray(limits.bucket_edges, np.int32),
     )
+    return Columns(rows, limits).view(standing, load or Load())

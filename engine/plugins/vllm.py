@@ -10,6 +10,8 @@ import importlib
 import os
 from typing import Any
 
+FACTORY = "parlay.engine.plugins.vllm.make_scheduler"
+"""What `--scheduler-cls` takes."""
 _MARK = "_parlay_wraps"
 
 

@@ -16,6 +16,7 @@ from parlay.policies.types import DRAFT_MODEL, K_LIMIT, MEDUSA, NGRAM, NONE
 
 HOOKS = ("_update_after_schedule", "update_draft_token_ids", "update_from_output")
 """Methods of vLLM's scheduler that we extend; in 0.20 to 0.33 they are all there."""
+VERSIONS = "0.26 to 0.33"
 _DEPTH = "num_spec_tokens_to_schedule"
 _COLUMNS = {"ngram": NGRAM, "ngram_gpu": NGRAM, "suffix": NGRAM, "medusa": MEDUSA}
 _ONE_PASS = ("medusa", "suffix", "custom_class", "dflash", "dspark", "mlp_speculator")
@@ -69,10 +70,9 @@ def ability_of(scheduler: Any, output: Any, environ: Mapping[str, str] = os.envi
 
     Raises ValueError, with the reason in words for the log, where that is nothing.
     """
-    missing = [name for name in HOOKS if not callable(getattr(scheduler, name, None))]
-    if missing or _DEPTH not in {f.name for f in dataclasses.fields(output)}:
-        lacks = missing[0] if missing else _DEPTH
-        raise ValueError(f"this vLLM's scheduler has no {lacks}; 0.26 to 0.33 have it")
+    lacks = lacking(scheduler, output)
+    if lacks is not None:
+        raise ValueError(f"this vLLM's scheduler has no {lacks}; {VERSIONS} have it")
     config = scheduler.vllm_config
     spec, parallel = config.speculative_config, config.parallel_config
     if spec is None or not spec.num_speculative_tokens:
@@ -83,10 +83,19 @@ def ability_of(scheduler: Any, output: Any, environ: Mapping[str, str] = os.envi
         raise ValueError("data parallel ranks that draft different lengths wait for each other")
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("pipeline parallel schedules are not steered")
-    return _ability(scheduler, spec, environ)
+    return ability_for(scheduler, environ)
 
 
-def _ability(scheduler: Any, spec: Any, environ: Mapping[str, str]) -> Ability:
+def lacking(scheduler: Any, output: Any) -> str | None:
+    """Return what a vLLM lacks that we need, None for nothing; a scheduler or its class."""
+    missing = [name for name in HOOKS if not callable(getattr(scheduler, name, None))]
+    fields = {f.name for f in dataclasses.fields(output)}
+    return missing[0] if missing else None if _DEPTH in fields else _DEPTH
+
+
+def ability_for(scheduler: Any, environ: Mapping[str, str]) -> Ability:
+    """Return what can be steered of a scheduler that speculates and has what we need."""
+    spec = scheduler.vllm_config.speculative_config
     asynchronous = bool(scheduler.scheduler_config.async_scheduling)
     second = bool(getattr(scheduler, "use_v2_model_runner", False))
     column = _COLUMNS.get(spec.method, DRAFT_MODEL)

@@ -1,126 +1,160 @@
-"""vLLM's requests as the adapter tracks them, with the text that our n-gram looks up."""
+"""vLLM's requests as the adapter tracks them, with the index that our n-gram looks up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
 
-from parlay.engine.backend import Lookup
 from parlay.engine.plugins.adapter import Adapter, Tracked
-from parlay.engine.proposers.ngram import NgramProposer
-from parlay.engine.request import Request
-from parlay.engine.shadow import ShadowScorer
-from parlay.policies.types import Array, ShadowRows
+from parlay.engine.plugins.tracked import Columns
+from parlay.engine.proposers.ngram_index import NgramIndex
+from parlay.engine.shadow import SHADOW_TOKENS
+from parlay.policies.types import NGRAM, ShadowKind, ShadowRows, no_shadows
 
 SHADOWED = 8
-"""Guesses kept in a step: more would teach little more, and take their time."""
+"""Guesses kept at a time: more would teach little more, and take their time."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One request. source: vLLM's own; text: what our n-gram reads, None where it may not.
+    """One request. source: vLLM's own; index: what our n-gram reads, None where it may not.
 
     in_flight: steps under way that will give it at least one token each.
     """
 
     source: Any
     tracked: Tracked
-    text: Request | None
+    index: NgramIndex | None
     in_flight: int = 0
+
+
+@dataclass(slots=True)
+class _Guess:
+    """What our n-gram would have drafted from place `start` of a text on."""
+
+    row: Row
+    start: int
+    tokens: list[int]
+    match_tokens: int
+
+
+class Group:
+    """Some rows in the order of a view; kept for as long as vLLM runs the same requests.
+
+    place: a request's row. Every list of theirs is read in one go, which is what a step costs.
+    """
+
+    def __init__(self, names: list[str], rows: list[Row], adapter: Adapter) -> None:
+        self.names, self.rows = names, rows
+        self.sources = [row.source for row in rows]
+        self.columns = Columns([row.tracked for row in rows], adapter.limits)
+        self.place = {name: i for i, name in enumerate(names)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def is_of(self, names: list[str], sources: list[Any]) -> bool:
+        """Say whether these are the very requests, in this order."""
+        # A name may come again with another request.
+        return names == self.names and all(map(is_, sources, self.sources))
 
 
 class Rows:
     """Every request that vLLM runs, from its first step to its end.
 
-    with_ngram: keep their texts. model_tokens: the longest text the model can hold.
+    with_ngram: index their texts.
     """
 
-    def __init__(self, adapter: Adapter, with_ngram: bool, model_tokens: int) -> None:
-        self.adapter, self.model_tokens = adapter, model_tokens
-        self.ngram = NgramProposer() if with_ngram else None
-        self.shadow = ShadowScorer()
-        self._guessed: dict[int, Row] = {}
+    def __init__(self, adapter: Adapter, with_ngram: bool) -> None:
+        self.adapter, self.with_ngram = adapter, with_ngram
+        self._guesses: dict[int, _Guess] = {}
         self._rows: dict[str, Row] = {}
+        self._group: Group | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def of(self, name: str, source: Any) -> Row:
-        """Return the row of a request; takes it on at first sight."""
-        row = self._rows.get(name)
-        if row is None or row.source is not source:
-            self.forget([name])
-            row = self._rows[name] = self._take_on(source)
-        return row
+    def group(self, names: list[str], sources: list[Any]) -> Group:
+        """Return the rows of these requests; takes them on at first sight."""
+        group = self._group
+        if group is None or not group.is_of(names, sources):
+            rows = [self._of(name, source) for name, source in zip(names, sources, strict=True)]
+            group = self._group = Group(names, rows, self.adapter)
+        return group
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of requests that have ended."""
         for name in names:
             row = self._rows.pop(name, None)
-            if row is None:
+            if row is not None:
+                self._group = None
+                self.adapter.forget(row.tracked)
+                self._guesses.pop(row.tracked.request_id, None)
+
+    def read(self, group: Group, tokens: list[int]) -> list[int]:
+        """Bring the indexes up to date; return by row how long a match each text ends with.
+
+        tokens: of each text. The match is 0 for a row whose prompt is not read yet.
+        """
+        match = []
+        for row, source, end in zip(group.rows, group.sources, tokens, strict=True):
+            index, reading = row.index, source.is_prefill_chunk
+            if index is None:
+                match.append(0)
                 continue
-            self.adapter.forget(row.tracked)
-            if self.ngram is not None and row.text is not None:
-                self.ngram.forget(row.text)
-                self.shadow.forget(row.text.request_id)
-                self._guessed.pop(row.text.request_id, None)
+            known = len(index.tokens)
+            if end > known:
+                # Of a prompt that is read in parts no more than that is indexed, not all in a step.
+                stop = source.num_computed_tokens if reading else end
+                index.extend(source.all_token_ids[known:stop])
+            elif end < known:  # a session that goes on takes tokens back
+                row.index = None
+                reading = True
+            match.append(0 if reading else index.match_tokens)
+        return match
 
-    def describe(self, row: Row, unread: int) -> None:
-        """Say where a request stands; unread: tokens of its prompt left for the coming step."""
-        source, tracked, coming = row.source, row.tracked, row.in_flight
-        context, output = source.num_tokens + coming, source.num_output_tokens + coming
-        tracked.context_tokens, tracked.output_tokens = context, output
-        tracked.prefill_tokens = unread
-        # k drafts emit up to k + 1 tokens.
-        tracked.room = max(min(source.max_tokens - output, self.model_tokens - context) - 1, 0)
+    def matches(self, group: Group) -> list[int]:
+        """Return what `read` returned last; ones where vLLM's own n-gram drafts: it is silent."""
+        if not self.with_ngram:
+            return [1] * len(group)
+        return [row.index.match_tokens if row.index else 0 for row in group.rows]
 
-    def lookup(self, rows: list[Row], depth: int) -> Lookup:
-        """Return our n-gram's guesses, none for a row whose prompt is not read yet."""
-        found = Lookup(np.zeros(len(rows), np.int32), np.full((len(rows), depth), -1, np.int64))
-        places = [i for i, row in enumerate(rows) if self._read(row) is not None]
-        if self.ngram is not None and places:
-            texts = [text for i in places if (text := rows[i].text) is not None]
-            some = self.ngram.lookup(texts, depth)
-            found.match_tokens[places], found.tokens[places] = some.match_tokens, some.tokens
-        return found
-
-    def offer(self, rows: list[Row], lookup: Lookup, idle: Array) -> None:
-        """Keep guesses of some rows where `idle`, bool, to see what would have come of them."""
-        places = np.flatnonzero(idle & (lookup.match_tokens > 0)).tolist()[:SHADOWED]
-        texts = [text for i in places if (text := rows[i].text) is not None]
-        if texts:
-            part = Lookup(lookup.match_tokens[places], lookup.tokens[places])
-            self.shadow.offer(texts, part, np.ones(len(texts), bool))
-            self._guessed.update(
-                (text.request_id, rows[i]) for i, text in zip(places, texts, strict=True)
-            )
+    def offer(self, row: Row) -> None:
+        """Keep a guess that nobody drafts, to see what would have come of it."""
+        key, index = row.tracked.request_id, row.index
+        if index is None or key in self._guesses or len(self._guesses) >= SHADOWED:
+            return
+        guess = index.propose(SHADOW_TOKENS)
+        if guess:
+            self._guesses[key] = _Guess(row, len(index.tokens), guess, index.match_tokens)
 
     def score(self) -> ShadowRows:
         """Return the kept guesses that what has been committed decides."""
-        for row in self._guessed.values():
-            self._read(row)
-        texts = [row.text for row in self._guessed.values() if row.text is not None]
-        decided = self.shadow.score(texts)
-        for request_id in decided.request_id.tolist():
-            self._guessed.pop(request_id, None)
-        return decided
+        decided: list[tuple[int, ...]] = []
+        for key, guess in list(self._guesses.items()):
+            offered, end = len(guess.tokens), guess.start + len(guess.tokens)
+            if guess.row.source.num_tokens < guess.start:
+                del self._guesses[key]
+                continue
+            seen = guess.row.source.all_token_ids[guess.start : end]
+            pairs = enumerate(zip(guess.tokens, seen, strict=False))
+            held = next((i for i, (a, b) in pairs if a != b), len(seen))
+            if held == len(seen) < offered:
+                continue
+            del self._guesses[key]
+            decided.append((key, offered, held, min(held + 1, len(seen)), guess.match_tokens))
+        return _shadow_rows(decided) if decided else _NO_SHADOWS
 
-    def _read(self, row: Row) -> Request | None:
-        """Bring a row's text up to date."""
-        source, text = row.source, row.text
-        if text is None:
-            return None
-        known = len(text.tokens)
-        if source.num_tokens < known:  # a session that goes on takes tokens back
-            row.text = None
-            return None
-        if source.num_tokens > known:
-            text.tokens.extend(source.all_token_ids[known:])
-        text.computed = min(source.num_computed_tokens, len(text.tokens) - 1)
-        return text
+    def _of(self, name: str, source: Any) -> Row:
+        row = self._rows.get(name)
+        if row is None or row.source is not source:
+            self.forget([name])
+            row = self._rows[name] = self._take_on(source)
+        return row
 
     def _take_on(self, source: Any) -> Row:
         sampling = source.sampling_params
@@ -128,10 +162,21 @@ class Rows:
         if sampling is not None:
             tracked.temperature = float(sampling.temperature)
             tracked.seeded = sampling.seed is not None
-        text = None
-        if self.ngram is not None and source.prompt_token_ids is not None:
-            tokens = list(source.all_token_ids)
-            text = Request(tracked.request_id, tokens, source.num_prompt_tokens)
-        else:
-            tracked.match_tokens = 1  # vLLM's own n-gram does not say
-        return Row(source, tracked, text)
+        indexed = self.with_ngram and source.prompt_token_ids is not None
+        return Row(source, tracked, NgramIndex() if indexed else None)
+
+
+_NO_SHADOWS = no_shadows()
+
+
+def _shadow_rows(decided: list[tuple[int, ...]]) -> ShadowRows:
+    request_id, offered, held, observed, match = zip(*decided, strict=True)
+    return ShadowRows(
+        request_id=np.array(request_id, np.uint64),
+        proposer=np.full(len(decided), NGRAM, np.uint8),
+        offered_k=np.array(offered, np.int16),
+        matched=np.array(held, np.float32),
+        observed=np.array(observed, np.int16),
+        match_tokens=np.array(match, np.int32),
+        kind=np.full(len(decided), ShadowKind.MATCH, np.uint8),
+    )

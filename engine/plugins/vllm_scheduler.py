@@ -12,8 +12,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.plugins.adapter import Adapter
-from parlay.engine.plugins.settings import read_settings
+from parlay.engine.plugins.settings import make_planner, read_settings
+from parlay.engine.plugins.sparing import SparingPlanner
 from parlay.engine.plugins.vllm_ability import Ability, ability_of
 from parlay.engine.plugins.vllm_steering import Steering
 
@@ -42,7 +44,10 @@ def begin(scheduler: Any) -> Steering | None:
         ability = ability_of(scheduler, output)
         limits = ability.limits(scheduler.max_num_scheduled_tokens)
         settings = read_settings()
-        steering = Steering(scheduler, ability, Adapter("vllm", limits, settings))
+        planner: Planner = make_planner(settings, "vllm", limits)
+        if isinstance(planner, LocalPlanner):
+            planner = SparingPlanner(planner.policy)
+        steering = Steering(scheduler, ability, Adapter("vllm", limits, planner=planner))
     except Exception as error:
         log.warning("parlay does not steer this engine: %s", _words(error))
         return None

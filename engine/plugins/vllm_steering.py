@@ -15,21 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from parlay.engine.backend import Lookup
-from parlay.engine.plugins.adapter import Adapter, Decision, Load, StepResult, view_of
+from parlay.engine.plugins.adapter import Adapter, Decision, StepResult
+from parlay.engine.plugins.tracked import Standing
 from parlay.engine.plugins.vllm_ability import Ability
 from parlay.engine.plugins.vllm_clock import StepClock
-from parlay.engine.plugins.vllm_rows import Row, Rows
-from parlay.engine.plugins.vllm_step import Drafting, Seen, Step, prompt_tokens, truncated
+from parlay.engine.plugins.vllm_rows import Group, Rows
+from parlay.engine.plugins.vllm_step import Drafting, Seen, Step, load_of, prompt_tokens, truncated
 from parlay.engine.plugins.vllm_uniform import uniform
 from parlay.policies.allocate import fit_plan
-from parlay.policies.types import NGRAM, PROPOSERS, Array
+from parlay.policies.types import NGRAM, Array
 
 _TIMES_KEPT = 4096
 
 
 class Steering:
-    """Steers one scheduler. `step_us`: what that took of its last steps."""
+    """Steers one scheduler. Of its last steps, `step_us`: what that took, without the policy's own
+    part, which `policy_us` has.
+    """  # noqa: D205
 
     def __init__(
         self,
@@ -39,13 +41,14 @@ class Steering:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler, self.ability, self.adapter, self.clock = scheduler, ability, adapter, clock
-        self.rows = Rows(adapter, ability.own_ngram, scheduler.max_model_len)
+        self.rows = Rows(adapter, ability.own_ngram)
         self.times = StepClock()
         self.step_us: deque[float] = deque(maxlen=_TIMES_KEPT)
+        self.policy_us: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._steps: deque[Step] = deque()
         self._next: Drafting | None = None
         self._end_s: float | None = None
-        self._spent_s = 0.0
+        self._spent_s, self._policy_us = 0.0, 0.0
 
     def schedule(self, out: Any) -> None:
         """Take a step that has been put together, before vLLM counts it as computed."""
@@ -54,7 +57,7 @@ class Steering:
         if not out.num_scheduled_tokens:
             return
         last, self._next = self._next, None
-        if last is not None and last.place.keys().isdisjoint(out.num_scheduled_tokens):
+        if last is not None and last.group.place.keys().isdisjoint(out.num_scheduled_tokens):
             last = None  # everybody it was for has left
         step = Step(out, start_s, last)
         self._steps.append(step)
@@ -72,45 +75,48 @@ class Steering:
         start_s, drafting = self.clock(), self._next
         if not self.ability.asynchronous or drafting is None:
             return
-        k = drafting.decision.fit.k.tolist()
-        for place, row in enumerate(drafting.rows):
-            held = row.source.spec_token_ids
+        for place, k in enumerate(drafting.decision.fit.verify_k.tolist()):
+            source = drafting.group.sources[place]
+            held = source.spec_token_ids
             if held:
-                row.source.spec_token_ids = held[: k[place]]
-                drafting.drafted[place] = min(len(held), k[place])
+                source.spec_token_ids = held[:k]
+                drafting.drafted[place] = min(len(held), k)
         self._spent_s += self.clock() - start_s
 
     def drafts(self, drafts: Any) -> Any:
         """Return the drafts that vLLM is to verify next, of those its proposer has made."""
         start_s = self.clock()
         names, made = list(drafts.req_ids), drafts.draft_token_ids
-        if self.ability.decides_early:
-            lookup = None if self._next is None else self._fit_again(self._next)
-        else:
-            self._next, lookup = self._decide_late(names)
+        if not self.ability.decides_early:
+            self._next = self._decide_late(names)
+        elif self._next is not None:
+            self._fit_again(self._next)
         drafting = self._next
         if drafting is None:
             return drafts
-        kept = self._kept(drafting, lookup, names, made)
+        kept = self._kept(drafting, names, made)
+        drafts.draft_token_ids = kept
         self._spent_s += self.clock() - start_s
-        return dataclasses.replace(drafts, draft_token_ids=kept)
+        return drafts
 
     def verdict(self, out: Any, output: Any) -> Seen | None:
         """Read what of a step's drafts held, before vLLM takes it into account."""
         start_s = self.clock()
         step = self._step_of(out)
         if step is None or step.verifies is None:
-            return None if step is None else Seen(step, _none(0), _none(0), [])
-        rows, place = step.verifies.rows, step.verifies.place
-        seen = Seen(step, _none(len(rows)), _none(len(rows)), [])
-        seen.outputs = [row.source.num_output_tokens for row in rows]
+            return None if step is None else Seen(step)
+        group = step.verifies.group
+        rows, place = len(group), group.place
+        outputs = [source.num_output_tokens for source in group.sources]
+        seen = Seen(step, [0] * rows, [0] * rows, outputs)
         invalid = getattr(out, "num_invalid_spec_tokens", None) or {}
         drawn, index = output.sampled_token_ids, output.req_id_to_index
         for name, tokens in out.scheduled_spec_decode_tokens.items():
             at, of = place.get(name), index.get(name)
             if at is not None and of is not None and drawn and drawn[of]:
-                seen.verified[at] = len(tokens) - invalid.get(name, 0)
-                seen.accepted[at] = min(len(drawn[of]) - 1, int(seen.verified[at]))
+                verified = len(tokens) - invalid.get(name, 0)
+                seen.verified[at] = verified
+                seen.accepted[at] = min(len(drawn[of]) - 1, verified)
         self._spent_s += self.clock() - start_s
         return seen
 
@@ -127,8 +133,10 @@ class Steering:
         if step.verifies is not None:
             self._report(step, step.verifies, seen, step_ms)
         self._spent_s += self.clock() - start_s
-        self.step_us.append(1e6 * self._spent_s)
-        self._spent_s = 0.0
+        policy_us = self.adapter.counters.policy_us
+        self.policy_us.append(policy_us - self._policy_us)
+        self.step_us.append(1e6 * self._spent_s - self.policy_us[-1])
+        self._spent_s, self._policy_us = 0.0, policy_us
 
     def close(self) -> None:
         """Let go of a sidecar."""
@@ -136,106 +144,115 @@ class Steering:
 
     def _plan_ahead(self, out: Any, step: Step) -> None:
         """Decide what the drafter makes in this step for the next."""
-        names, rows, unread = [], [], []
-        requests = self.scheduler.requests
-        for name, tokens in out.num_scheduled_tokens.items():
-            source = requests[name]
-            row = self.rows.of(name, source)
+        requests, names = self.scheduler.requests, list(out.num_scheduled_tokens)
+        group = self.rows.group(names, [requests[name] for name in names])
+        unread = [0] * len(names)
+        scheduled = out.num_scheduled_tokens.values()
+        for place, (source, tokens) in enumerate(zip(group.sources, scheduled, strict=True)):
             computed = source.num_computed_tokens + tokens
             left = source.num_tokens + source.num_output_placeholders - computed
             if left <= 0:
+                row = group.rows[place]
                 row.in_flight += 1
                 step.started.append(row)
-            names.append(name)
-            rows.append(row)
-            unread.append(max(left, 0))
-        drafting = self._decide(names, rows, unread)
+            else:
+                unread[place] = left
+        context = [source.num_tokens for source in group.sources]
+        drafting = self._decide(group, context, unread, self.rows.matches(group))
         fit = drafting.decision.fit
         drafting.depth = int(fit.k[fit.proposer == self.ability.column].max(initial=0))
         out.num_spec_tokens_to_schedule = drafting.depth
         self._next = step.makes = drafting
 
-    def _decide_late(self, names: list[str]) -> tuple[Drafting | None, Lookup | None]:
+    def _decide_late(self, names: list[str]) -> Drafting | None:
         """Decide for the requests that vLLM would draft for, all of which it has just updated."""
-        kept, rows, unread = [], [], []
-        for name in names:
-            source = self.scheduler.requests.get(name)
-            if source is not None and not source.is_finished():
-                left = source.num_tokens - source.num_computed_tokens
-                kept.append(name)
-                rows.append(self.rows.of(name, source))
-                unread.append(left if source.is_prefill_chunk else 0)
-        if not rows:
-            return None, None
-        lookup, ms = self._look_up(rows)
-        drafting = self._decide(kept, rows, unread)
-        drafting.lookup_ms = ms
-        return drafting, lookup
+        sources = list(map(self.scheduler.requests.get, names))
+        if None in sources:  # vLLM drafts for requests that have just ended
+            names = [n for n, s in zip(names, sources, strict=True) if s is not None]
+            sources = [s for s in sources if s is not None]
+        if not sources:
+            return None
+        group = self.rows.group(names, sources)
+        unread = [
+            s.num_tokens - s.num_computed_tokens if s.is_prefill_chunk else 0 for s in sources
+        ]
+        context = [s.num_tokens for s in sources]
+        match, lookup_ms = self._look_up(group, context)
+        drafting = self._decide(group, context, unread, match)
+        drafting.lookup_ms = lookup_ms
+        return drafting
 
-    def _decide(self, names: list[str], rows: list[Row], unread: list[int]) -> Drafting:
-        budget = self.scheduler.max_num_scheduled_tokens
-        for row, left in zip(rows, unread, strict=True):
-            self.rows.describe(row, min(left, budget))
-        tracked = [row.tracked for row in rows]
-        view = view_of(tracked, self.adapter.limits, self._load(rows))
+    def _decide(
+        self, group: Group, context: list[int], unread: list[int], match: list[int]
+    ) -> Drafting:
+        """Ask for a decision; lists, of which numpy makes one array: its calls are what costs."""
+        sources, budget = group.sources, self.scheduler.max_num_scheduled_tokens
+        output = [s.num_output_tokens for s in sources]
+        if self.ability.decides_early:
+            coming = [row.in_flight for row in group.rows]
+            context = [n + more for n, more in zip(context, coming, strict=True)]
+            output = [n + more for n, more in zip(output, coming, strict=True)]
+        longest = self.scheduler.max_model_len
+        room = [
+            # k drafts emit up to k + 1 tokens.
+            0 if left else max(min(s.max_tokens - out, longest - tokens) - 1, 0)
+            for s, tokens, out, left in zip(sources, context, output, unread, strict=True)
+        ]
+        prefill = [min(left, budget) for left in unread]
+        standing = Standing(*np.array([context, output, prefill, room, match], np.int32))
+        view = group.columns.view(standing, load_of(self.scheduler, sum(context)))
         decision = self._as_graphs_want(self.adapter.decide(view))
-        return Drafting(decision, rows, {n: i for i, n in enumerate(names)}, _none(len(rows)))
+        return Drafting(decision, group, [0] * len(group))
 
     def _as_graphs_want(self, decision: Decision) -> Decision:
         if self.ability.uniform:
             uniform(decision.fit, decision.view, self.ability.column, self.ability.lengths)
         return decision
 
-    def _load(self, rows: list[Row]) -> Load:
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return Load(
-            waiting=len(self.scheduler.waiting),
-            free_blocks=pool.get_num_free_blocks(),
-            total_blocks=pool.num_gpu_blocks,
-        )
-
-    def _look_up(self, rows: list[Row]) -> tuple[Lookup | None, float]:
-        """Return our n-gram's guesses on what is known now, and what they took in ms."""
+    def _look_up(self, group: Group, context: list[int]) -> tuple[list[int], float]:
+        """Return how long a match each text ends with now, and what finding it took in ms."""
         if not self.ability.own_ngram:
-            return None, 0.0
+            return self.rows.matches(group), 0.0
         start_s = self.clock()
-        lookup = self.rows.lookup(rows, self.ability.k_max)
-        for row, match in zip(rows, lookup.match_tokens.tolist(), strict=True):
-            row.tracked.match_tokens = match
-        return lookup, 1e3 * (self.clock() - start_s)
+        match = self.rows.read(group, context)
+        return match, 1e3 * (self.clock() - start_s)
 
-    def _fit_again(self, drafting: Drafting) -> Lookup | None:
+    def _fit_again(self, drafting: Drafting) -> None:
         """Fit a decision made before the drafter ran to what our n-gram finds after it."""
-        lookup, drafting.lookup_ms = self._look_up(drafting.rows)
+        context = [source.num_tokens for source in drafting.group.sources]
+        match, drafting.lookup_ms = self._look_up(drafting.group, context)
         old = drafting.decision
-        if lookup is not None and not np.array_equal(lookup.match_tokens, old.view.match_tokens):
-            view = dataclasses.replace(old.view, match_tokens=lookup.match_tokens)
+        if match != old.view.match_tokens.tolist():
+            view = dataclasses.replace(old.view, match_tokens=np.array(match, np.int32))
             new = Decision(view, old.plan, old.source, fit_plan(old.plan, view))
             drafting.decision = self._as_graphs_want(new)
-        return lookup
 
-    def _kept(
-        self, drafting: Drafting, lookup: Lookup | None, names: list[str], made: list[list[int]]
-    ) -> list[list[int]]:
+    def _kept(self, drafting: Drafting, names: list[str], made: list[list[int]]) -> list[list[int]]:
         """Return each request's drafts: its proposer's first k tokens."""
-        fit = drafting.decision.fit
-        proposers, ks = fit.proposer.tolist(), fit.k.tolist()
+        fit, group, early = drafting.decision.fit, drafting.group, self.ability.decides_early
+        ks, ours = fit.verify_k.tolist(), self.ability.own_ngram
+        by = fit.proposer.tolist()
+        if ours:
+            for row, proposer in zip(group.rows, by, strict=True):
+                if proposer != NGRAM:
+                    self.rows.offer(row)
+        if not any(ks):
+            return [[] for _ in names]
         kept: list[list[int]] = []
         for name, tokens in zip(names, made, strict=True):
-            place = drafting.place.get(name)
-            k = 0 if place is None else ks[place]
-            if not k or place is None:
+            place = group.place.get(name)
+            if place is None or not (k := ks[place]):
                 kept.append([])
                 continue
-            if lookup is not None and proposers[place] == NGRAM:
-                tokens = [t for t in lookup.tokens[place, :k].tolist() if t >= 0]
-            source = drafting.rows[place].source
-            # Decided early, without knowing how many tokens this step would give.
-            room = max(source.max_tokens - source.num_output_tokens - 1, 0)
-            kept.append(list(tokens[: min(k, room)]))
+            if early:
+                # Decided without knowing how many tokens this step would give.
+                source = group.sources[place]
+                k = min(k, max(source.max_tokens - source.num_output_tokens - 1, 0))
+            if ours and by[place] == NGRAM:
+                index = group.rows[place].index
+                tokens = [] if index is None else index.propose(k)
+            kept.append(list(tokens[:k]))
             drafting.drafted[place] = len(kept[-1])
-        if lookup is not None:
-            self.rows.offer(drafting.rows, lookup, fit.proposer != NGRAM)
         return kept
 
     def _step_of(self, out: Any) -> Step | None:
@@ -247,27 +264,26 @@ class Steering:
         return None
 
     def _report(self, step: Step, drafting: Drafting, seen: Seen, step_ms: float) -> None:
-        out, decision = step.out, drafting.decision
+        out, decision, sources = step.out, drafting.decision, drafting.group.sources
         total, prompts = out.total_num_scheduled_tokens, prompt_tokens(out)
         own_ms, draft_ms = step_ms - drafting.lookup_ms, 0.0
         verify_ms, makes = own_ms, step.makes
         if self.ability.steers_depth and makes is not None:
-            passes, rows = self.ability.passes(makes.depth), len(makes.rows)
+            passes, rows = self.ability.passes(makes.depth), len(makes.group)
             kv_tokens = decision.view.kv_tokens
             verify_ms, draft_ms = self.times.split(own_ms, total, kv_tokens, prompts, passes, rows)
         if makes is not None:
             makes.draft_ms = draft_ms
-        emitted = [
-            row.source.num_output_tokens - before
-            for row, before in zip(drafting.rows, seen.outputs, strict=True)
-        ]
+        emitted = [s.num_output_tokens - n for s, n in zip(sources, seen.outputs, strict=True)]
+        kept = list(map(max, drafting.drafted, seen.verified))
+        counts = np.array([kept, seen.verified, seen.accepted, emitted], np.int16)
         result = StepResult(
-            drafted=np.maximum(drafting.drafted, seen.verified),
-            verified=seen.verified,
-            accepted=seen.accepted,
-            emitted=np.asarray(emitted, np.int32),
-            truncated_by=np.asarray([truncated(row.source) for row in drafting.rows], np.uint8),
-            draft_ms=self._draft_ms(drafting),
+            drafted=counts[0],
+            verified=counts[1],
+            accepted=counts[2],
+            emitted=counts[3],
+            truncated_by=self._ended(drafting.group),
+            draft_ms=drafting.spent_ms(self.ability.column),
             draft_depth=drafting.depth,
             verify_ms=verify_ms,
             step_ms=step_ms - draft_ms + drafting.draft_ms,
@@ -278,13 +294,8 @@ class Steering:
             result.shadow = self.rows.score()
         self.adapter.observe(decision, result)
 
-    def _draft_ms(self, drafting: Drafting) -> Array:
-        """Return what the drafts took, f32 [PROPOSERS]."""
-        spent = np.zeros(PROPOSERS, np.float32)
-        spent[NGRAM] = drafting.lookup_ms
-        spent[self.ability.column] += drafting.draft_ms
-        return spent
-
-
-def _none(rows: int) -> Array:
-    return np.zeros(rows, np.int32)
+    def _ended(self, group: Group) -> Array | None:
+        """Return what ended requests in this step, u8 [rows]; None where nothing did."""
+        if True not in [source.is_finished() for source in group.sources]:
+            return None
+        return np.array([truncated(source) for source in group.sources], np.uint8)

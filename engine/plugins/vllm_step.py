@@ -5,26 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parlay.engine.plugins.adapter import Decision
-from parlay.engine.plugins.vllm_rows import Row
-from parlay.policies.types import Array, Truncated
+import numpy as np
+
+from parlay.engine.plugins.adapter import Decision, Load
+from parlay.engine.plugins.vllm_rows import Group, Row
+from parlay.policies.types import NGRAM, PROPOSERS, Array, Truncated
 
 
 @dataclass(slots=True)
 class Drafting:
     """A decision, whom it is for, and what came of it: drafts that the next step verifies.
 
-    place: a request's row in the decision; drafted i32 [rows], what was kept of its drafts.
-    draft_ms of vLLM's proposer, lookup_ms of ours.
+    drafted, by row: what was kept of its drafts. draft_ms of vLLM's proposer, lookup_ms of ours.
     """
 
     decision: Decision
-    rows: list[Row]
-    place: dict[str, int]
-    drafted: Array
+    group: Group
+    drafted: list[int]
     depth: int = 0
     draft_ms: float = 0.0
     lookup_ms: float = 0.0
+
+    def spent_ms(self, column: int) -> Array:
+        """Return what the drafts took, f32 [PROPOSERS]; column: vLLM's proposer."""
+        spent = [0.0] * PROPOSERS
+        spent[NGRAM] = self.lookup_ms
+        spent[column] += self.draft_ms
+        return np.array(spent, np.float32)
 
 
 @dataclass(slots=True)
@@ -43,18 +50,29 @@ class Step:
 
 @dataclass(slots=True)
 class Seen:
-    """A step between vLLM's verdict and its bookkeeping: i32 [rows] as in StepResult."""
+    """A step between vLLM's verdict and its bookkeeping: by row as in StepResult.
+
+    outputs: tokens that each request had put out before.
+    """
 
     step: Step
-    verified: Array
-    accepted: Array
-    outputs: list[int]
+    verified: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+
+def load_of(scheduler: Any, kv_tokens: int) -> Load:
+    """Return how full vLLM is."""
+    pool = scheduler.kv_cache_manager.block_pool
+    free, waiting = pool.get_num_free_blocks(), len(scheduler.waiting)
+    return Load(waiting, free, pool.num_gpu_blocks, kv_tokens)
 
 
 def prompt_tokens(out: Any) -> int:
     """Return how many tokens of a step are of prompts (one of a single token counts as a draft)."""
     drafts = out.scheduled_spec_decode_tokens
-    if out.total_num_scheduled_tokens == len(out.num_scheduled_tokens):
+    decoding = len(out.num_scheduled_tokens) + sum(map(len, drafts.values()))
+    if out.total_num_scheduled_tokens == decoding:
         return 0
     extra = ((n, 1 + len(drafts.get(name, ()))) for name, n in out.num_scheduled_tokens.items())
     return sum(n for n, decoding in extra if n > decoding)

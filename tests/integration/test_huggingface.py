@@ -521,10 +521,10 @@ def test_a_policy_that_breaks_changes_no_text(pair: tuple[Any, Any]) -> None:
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    from tests.integration.test_sidecar_faults import Service
+    from tests.sidecars import FIXED, Sidecar
 
     with tempfile.TemporaryDirectory(prefix="parlay-") as folder:
-        running = Service(f"unix:{Path(folder, 'sidecar.sock')}")
+        running = Sidecar(f"unix:{Path(folder, 'sidecar.sock')}", *FIXED)
         yield running
         running.thaw()
         running.kill()
@@ -577,7 +577,7 @@ def test_a_text_ends_at_its_end_though_more_was_drafted(pair: tuple[Any, Any]) -
 
 @pytest.mark.slow
 def test_the_readmes_command_speculates() -> None:
-    page = Path(__file__).parents[2] / "engine/plugins/README.md"
+    page = Path(__file__).parents[2] / "engine/plugins/HUGGINGFACE.md"
     command = re.search(r"<<'EOF'\n(.*?)\nEOF\n", page.read_text(encoding="utf-8"), re.S)
     assert command is not None
     done = subprocess.run(

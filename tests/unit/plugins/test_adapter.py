@@ -142,7 +142,7 @@ def test_a_request_remembers_and_is_forgotten() -> None:
 def test_the_plans_budget_cuts_what_is_verified() -> None:
     adapter = adapter_with(Always(4, budget_tokens=5))
     decision = decide(adapter, 2, 2)
-    assert decision.fit.k.sum() == 5
+    assert decision.fit.verify_k.sum() == 5
     drafted = np.asarray([4, 4], np.int32)
     assert adapter.verify_k(decision, drafted, None).sum() == 5
     assert adapter.verify_k(decision, np.zeros(2, np.int32), None).tolist() == [0, 0]

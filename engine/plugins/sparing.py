@@ -1,0 +1,78 @@
+"""A policy in the engine's own thread that is asked as often as its time is worth.
+
+Right after a forward pass a decision costs several times what it does in a loop of its own: what
+it needs has left the processor's caches. Asked every other step, say, the policy hears of both
+steps in one go, and `fit_plan` follows the texts' matches in between, as with a sidecar's plans.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from parlay.policies.policy import Policy
+from parlay.policies.types import BatchView, Plan, PlanSource, Reason, StepOutcome
+
+SHARE = 0.02
+"""Most of an engine's time that a policy may take, as far as MOST_STEPS lets it be spared."""
+MOST_STEPS = 4
+_NEWS = 0.1
+_FIRST_TRY = int(Reason.EXPLORE)
+
+
+class SparingPlanner:
+    """Runs a policy in every step, or in every second to fourth where the steps are short.
+
+    A plan serves again where it can be fitted to other matches, while the batch is the same and
+    reads no prompts, and where it tries nothing out.
+    """
+
+    def __init__(self, policy: Policy, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.policy, self.clock = policy, clock
+        self._plan: Plan | None = None
+        self._untold: list[StepOutcome] = []
+        self._age, self._policy_ms, self._step_ms = 0, 0.0, 0.0
+
+    def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
+        """Return the last plan where it serves once more, else a new one."""
+        self._age += 1
+        if self._plan is not None and self._age < self.every() and self._serves(self._plan, view):
+            return self._plan, PlanSource.LOCAL
+        start_s, self._plan = self.clock(), None
+        untold, self._untold = self._untold, []
+        for outcome in untold:
+            self.policy.observe(outcome)
+        plan = self.policy.decide(view)
+        self._policy_ms = _mean(self._policy_ms, 1e3 * (self.clock() - start_s))
+        self._age = 0
+        if math.isfinite(plan.token_value_ms) and not view.prefill_tokens.any():
+            self._plan = None if (plan.reason >= _FIRST_TRY).any() else plan
+        return plan, PlanSource.LOCAL
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Hear of a step; the policy is told before it decides again."""
+        self._untold.append(outcome)
+        if not outcome.prefill_tokens:
+            self._step_ms = _mean(self._step_ms, outcome.step_ms)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def every(self) -> int:
+        """Return in how many steps the policy is asked once."""
+        if self._step_ms <= 0.0:
+            return 1
+        return min(math.ceil(self._policy_ms / (SHARE * self._step_ms)), MOST_STEPS)
+
+    def _serves(self, plan: Plan, view: BatchView) -> bool:
+        same = plan.request_id is view.request_id or np.array_equal(
+            plan.request_id, view.request_id
+        )
+        return same and not view.prefill_tokens.any()
+
+
+def _mean(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + _NEWS * (value - mean)
