@@ -15,6 +15,10 @@ import typer
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the figures here")
 ]
+CorpusFiles = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="a text that drafts may be taken from; give it repeatedly"),
+]
 
 
 @contextlib.contextmanager
@@ -57,6 +61,16 @@ def generate(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="the draft model's [default: the model's]")
+    ] = None,
+    draft_device: Annotated[
+        str | None, typer.Option(help="the draft model's [default: the model's]")
+    ] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="same bits alone, batched, among drafts")
+    ] = False,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
     max_tokens: Annotated[int, typer.Option(help="end after so many tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -72,13 +86,14 @@ def generate(
             help="let a `parlay serve` decide (unix:/path, host:port), and us where it is silent",
         ),
     ] = None,
+    corpus: CorpusFiles = None,
     stats: Annotated[bool, typer.Option("--stats", help="say what speculation did")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
 ) -> None:
     """Generate text for one prompt."""
     with one_line("generate"):
+        from parlay.engine.generate import Placement, open_engine, unheard
         from parlay.engine.generate import generate as run
-        from parlay.engine.generate import open_engine, unheard
         from parlay.engine.request import SamplingParams
 
         text = _text(prompt)
@@ -88,7 +103,9 @@ def generate(
         if sidecar is not None and (policy is not None or settings):
             raise ValueError("--sidecar decides by its own policy: leave out --policy and --set")
         chosen = policy or "goodput", key_values(settings or [])
-        with open_engine(model, *chosen, sidecar, dtype) as (engine, tokenizer):
+        runs = Placement(dtype, device, draft_dtype, draft_device, batch_invariant)
+        opened = open_engine(model, *chosen, sidecar, runs, corpus or ())
+        with opened as (engine, tokenizer):
             ids = (
                 tokenizer.chat([{"role": "user", "content": text}])
                 if chat

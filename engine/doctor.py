@@ -50,7 +50,7 @@ def _decodes(asked: Asked) -> Finding:
     mend = "name another folder with --model" if asked.model else "pip install 'parlay[engine]'"
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     try:
-        with open_engine(asked.model, "goodput", {}, None, "auto") as (engine, tokenizer):
+        with open_engine(asked.model, "goodput", {}, None) as (engine, tokenizer):
             done = generate(engine, tokenizer, tokenizer.encode(PROMPT), sampling, lambda _: None)
     except (OSError, ValueError) as error:
         return Finding(Verdict.FAIL, "model", f"{name}: {' '.join(str(error).split())}", mend)

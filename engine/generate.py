@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parlay.engine.corpus import proposer_from, read_texts
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.step import Engine
@@ -152,22 +153,38 @@ def _summary(
     )
 
 
+@dataclass(slots=True, frozen=True)
+class Placement:
+    """How models run: the arguments of `load_backend` that have these names."""
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    draft_dtype: str | None = None
+    draft_device: str | None = None
+    batch_invariant: bool = False
+
+
 @contextmanager
 def open_engine(
     model: Path | None,
     policy: str,
     settings: Mapping[str, Any],
     sidecar: str | None,
-    dtype: str,
+    runs: Placement = Placement(),
+    corpus: Sequence[Path] = (),
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model (None: the default one) under a policy, or under a sidecar with it as fallback.
 
-    Raises ValueError in one line where the model, the policy or a setting cannot be used.
+    corpus: files of texts that drafts may be taken from. Raises ValueError in one line where the
+    model, the policy, a setting or a file cannot be used.
     """
     make_policy(policy, settings)  # a wrong name should not wait for the model
+    texts = read_texts(corpus)
     from parlay.engine.llm import load_backend  # torch takes a second: only when it is needed
 
-    backend, tokenizer = load_backend(model, dtype=dtype)
+    backend, tokenizer = load_backend(model, **asdict(runs))
+    if texts:
+        backend.ngram = proposer_from(texts, tokenizer)
     planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner

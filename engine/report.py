@@ -28,7 +28,7 @@ def view_of(batch: Batch, scheduler: Scheduler, limits: EngineLimits, step_id: i
     positions = scheduler.config.positions
     return BatchView(
         request_id=np.asarray([r.request_id for r in requests], np.uint64),
-        task=np.asarray([task_id(r.speculation.task) for r in requests], np.uint32),
+        task=np.asarray([task_id(r.speculation.learned_with) for r in requests], np.uint32),
         context_tokens=np.asarray([len(r.tokens) for r in requests], np.int32),
         output_tokens=np.asarray([r.output_tokens for r in requests], np.int32),
         prefill_tokens=np.where(decoding, 0, batch.chunk).astype(np.int32),

@@ -29,7 +29,7 @@ class FinishReason(Enum):
 
 
 class SampleMode(Enum):
-    """How tokens are drawn and drafts verified; all three keep the output's law."""
+    """How tokens are drawn and drafts verified; all three keep the output's law (not `lossy`)."""
 
     GREEDY = "greedy"
     REJECTION = "rejection"
@@ -86,12 +86,17 @@ class SamplingParams:
 
 @dataclass(slots=True, frozen=True)
 class SpeculationParams:
-    """What a request allows: proposers (bit mask), tokens a step; its task and latency target."""
+    """What a request allows: proposers (bit mask), tokens a step; its task and latency target.
+
+    lossy_threshold: other than inf it changes the output's law: a draft holds also where the target
+    gives it so much probability (`lossy.py`). Raises ValueError for a value out of range.
+    """
 
     proposer_mask: int = ALL_PROPOSERS
     max_k: int = K_LIMIT
     task: str = ""
     tpot_target_ms: float = float("nan")
+    lossy_threshold: float = inf
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_k <= K_LIMIT:
@@ -105,6 +110,20 @@ class SpeculationParams:
             raise ValueError(
                 f"tpot_target_ms must be above 0 and finite, or nan, not {self.tpot_target_ms}"
             )
+        if self.lossy and not 0.0 < self.lossy_threshold <= 1.0:
+            raise ValueError(
+                f"lossy_threshold must be above 0 and at most 1, not {self.lossy_threshold}"
+            )
+
+    @property
+    def lossy(self) -> bool:
+        """Say whether the output may be other than the target's."""
+        return self.lossy_threshold != inf
+
+    @property
+    def learned_with(self) -> str:
+        """Return the tag under which policies learn: of lossy requests more drafts hold."""
+        return f"{self.task} (lossy)" if self.lossy else self.task
 
 
 OnTokens = Callable[["Request", list[int]], None]
@@ -117,7 +136,8 @@ class Request:
     tokens: prompt then output. computed: target KV positions that hold committed tokens;
     draft_computed: the same of the draft model, whose cache begins at position draft_start.
     cached_tokens: prompt tokens whose KV others had left when it first ran. recent_accept:
-    discounted mean of emitted tokens a step.
+    discounted mean of emitted tokens a step. Raises ValueError for a seed beside a lossy rule: the
+    one promises the text that the other gives away.
     """
 
     request_id: int
@@ -138,6 +158,10 @@ class Request:
     accepted: int = 0
     preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.speculation.lossy and self.sampling.seed is not None:
+            raise ValueError("lossy_threshold and seed exclude each other: leave one of them out")
 
     @property
     def output(self) -> list[int]:

@@ -284,7 +284,7 @@ class StatsHub:
             return entry[1]
         if ended := self._ended.get(request_id):
             return ended
-        task = task_id(request.speculation.task)
+        task = task_id(request.speculation.learned_with)
         stats = RequestStats(request_id, task, request.prompt_tokens)
         self._live[request_id] = request, stats
         return stats

@@ -14,6 +14,9 @@ by the draw. One uniform number u serves all children of a node: given that u >=
 / (1 - p(c1)) is uniform again, so c_i is accepted where u is below p(c1) + ... + p(c_i). Sampled
 children would need their own laws, and a shape fixed before they are drawn: a sampled draft here is
 a chain, under the law of `verify`.
+
+Where a request asks for the lossy rule (`lossy.py`) and none of the children is followed, the
+likeliest is, if it is likely enough.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parlay.engine.lossy import law_of, likeliest
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.sampling import (
     Purpose,
@@ -115,7 +119,8 @@ def accept_trees(
         choice = first_choices(logits).tolist()
         for row in filter(_is_greedy, found):
             while row.last < 0:
-                _follow(row, choice[row.start + 1 + row.at])
+                at = row.start + 1 + row.at
+                _follow(row, choice[at], logits[at : at + 1])
     _walk(logits, [row for row in found if row.last < 0])
     for i, row in zip(others, found, strict=True):
         held = walked.accepted[i] = len(row.path)
@@ -154,10 +159,19 @@ def _walk(logits: Tensor, rows: list[_Row]) -> None:
         rows = [r for r in rows if r.last < 0]
 
 
-def _follow(row: _Row, token: int) -> None:
-    """Step to the child that is `token`, or end with it."""
-    for node in row.children():
+def _follow(row: _Row, token: int, logits: Tensor | None = None) -> None:
+    """Step to the child that is `token`, or end with it; logits [1, vocab]: of a greedy row.
+
+    Where the row's request is lossy, a child that is likely enough comes before the end.
+    """
+    children = row.children()
+    for node in children:
         if row.tokens[node] == token:
+            row.path.append(node)
+            return
+    if logits is not None and row.request.speculation.lossy:
+        node = _likeliest(law_of(logits, row.request)[0], row, children)
+        if node >= 0:
             row.path.append(node)
             return
     row.last = token
@@ -196,7 +210,13 @@ def _offered(p: Tensor, row: _Row) -> int:
     below = np.cumsum(p[[row.tokens[n] for n in children]].cpu().numpy())
     # The first child whose share of [0, 1) holds the draw.
     index = int(np.searchsorted(below, uniform(row.draw_key(Purpose.ACCEPT)), side="right"))
-    return children[index] if index < len(children) else -1
+    return children[index] if index < len(children) else _likeliest(p, row, children)
+
+
+def _likeliest(p: Tensor, row: _Row, children: list[int]) -> int:
+    """Return the likeliest of the children, if the row's request is lossy enough for it, or -1."""
+    best = likeliest(p, row.request, [row.tokens[n] for n in children])
+    return children[best] if best >= 0 else -1
 
 
 def _leave_out(p: Tensor, tokens: list[int]) -> None:

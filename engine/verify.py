@@ -3,7 +3,8 @@
 Greedy and coupled: the target's token at a place is a function of its context (argmax, or argmax of
 a race with keyed noise); a draft holds if it is that token. Rejection (Leviathan et al. 2023, Chen
 et al. 2023): token x drawn from q holds with probability min(1, p(x) / q(x)), else one from (p -
-q)+ is drawn.
+q)+ is drawn. Where a request asks for the lossy rule a draft holds also if it is likely enough
+(`lossy.py`); others are never subject to it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parlay.engine.lossy import likely
 from parlay.engine.request import Request, SampleMode, SamplingParams
 from parlay.engine.sampling import (
     Purpose,
@@ -81,10 +83,13 @@ def accept(
     chosen = choice.cpu().numpy()
     for i, mode in enumerate(modes):
         if mode is not SampleMode.REJECTION:
-            run = chosen[places.starts[i] : places.starts[i + 1]]
+            run, request = chosen[places.starts[i] : places.starts[i + 1]], requests[places.rows[i]]
             draft = places.drafts[places.rows[i], : places.k[i]]
-            accepted[i] = held = int(np.cumprod(run[:-1] == draft).sum())
-            tokens[i, : held + 1] = run[: held + 1]
+            holds = run[:-1] == draft
+            if request.speculation.lossy and len(draft):
+                holds |= likely(logits[places.starts[i] : places.starts[i + 1]], request, draft)
+            accepted[i] = held = int(np.cumprod(holds).sum())
+            tokens[i, :held], tokens[i, held] = draft[:held], run[held]
     drawn = [i for i, mode in enumerate(modes) if mode is SampleMode.REJECTION]
     if drawn:
         reject(logits, requests, places, drawn, law, engine_seed, accepted, tokens)
@@ -151,9 +156,11 @@ def reject(
         p_token = mine[torch.arange(k), guess].cpu().numpy()
         q_token = np.ones(k) if q is None else q[torch.arange(k), guess].cpu().numpy()
         draws = np.asarray([uniform(key) for key in accept_keys[first : first + k]])
-        held = int(np.cumprod(draws * q_token < p_token).sum())
-        finals[n] = mine[held] if held == k else _residual(mine[held], q, held, int(draft[held]))
         request = requests[row]
+        holds = draws * q_token < p_token
+        holds |= p_token >= request.speculation.lossy_threshold
+        held = int(np.cumprod(holds).sum())
+        finals[n] = mine[held] if held == k else _residual(mine[held], q, held, int(draft[held]))
         key = request_key(request, engine_seed)
         keys.append(draw_key(key, request.output_tokens + held, Purpose.RESIDUAL))
         accepted[i], tokens[i, :held] = held, draft[:held]
@@ -165,8 +172,9 @@ def reject(
 def _drafted_from(law: DraftLaw, row: int, guess: Tensor, vocab: int) -> Tensor:
     """Return float64 [k, vocab]: the laws that a row's drafts were drawn from."""
     q = torch.zeros(len(guess), vocab, dtype=torch.float64, device=guess.device)
+    ids = law.ids.to(q.device)  # a draft model may have a device of its own
     for j in range(len(guess)):
-        q[j, law.ids] = law.law[j][law.row[row]]
+        q[j, ids] = law.law[j][law.row[row]].to(q.device)
     return q
 
 

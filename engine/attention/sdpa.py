@@ -25,16 +25,16 @@ class SdpaAttention:
         """Lay out a pass; window: how many positions each token sees, None: all."""
         return plan_ragged(self.cache, spans, self.heads // self.cache.heads, window)
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor, ragged: Ragged) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor, plan: Ragged) -> Tensor:
         """Append kv to the cache, then attend; see `Attention`."""
         pool = self.cache.layers[layer]
-        pool.index_copy_(0, ragged.slots, kv.reshape(-1, self.cache.head_dim))
-        if len(ragged.groups) == 1:
-            group = ragged.groups[0]
+        pool.index_copy_(0, plan.slots, kv.reshape(-1, self.cache.head_dim))
+        if len(plan.groups) == 1:
+            group = plan.groups[0]
             out = self._attend(pool, q if group.queries is None else q[group.queries], group)
             return out if group.valid is None else out[group.valid]
         out = torch.empty_like(q)
-        for group in ragged.groups:
+        for group in plan.groups:
             assert group.queries is not None
             mixed = self._attend(pool, q[group.queries], group)
             # Padding repeats a row's last query, so writing it twice writes the same.

@@ -120,7 +120,8 @@ class Answer:
 def usage(request: Request | None) -> dict[str, Any]:
     """Return a request's tokens and what speculation did for it.
 
-    mean_acceptance_length: accepted tokens a step, and the target's own one.
+    mean_acceptance_length: accepted tokens a step, and the target's own one. lossy: the request
+    asked for it, and its output may be other than the model's.
     """
     assert request is not None, "an answer without a request"
     steps = request.steps
@@ -134,6 +135,7 @@ def usage(request: Request | None) -> dict[str, Any]:
             "drafted": request.drafted,
             "accepted": request.accepted,
             "mean_acceptance_length": round(1 + request.accepted / steps, 4) if steps else None,
+            "lossy": request.speculation.lossy,
         },
     }
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from parlay.engine.cli import key_values, one_line
+from parlay.engine.cli import CorpusFiles, key_values, one_line
 from parlay.policies.policy import make_policy
 
 
@@ -42,12 +42,23 @@ def engine(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="the draft model's [default: the model's]")
+    ] = None,
+    draft_device: Annotated[
+        str | None, typer.Option(help="the draft model's [default: the model's]")
+    ] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="same bits alone, batched, among drafts")
+    ] = False,
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to listen on; 0: any")] = 8000,
     max_running: Annotated[int, typer.Option(help="requests that run at once")] = 16,
     context: Annotated[
         int | None, typer.Option(help="tokens of prompt and output [default: the model's]")
     ] = None,
+    corpus: CorpusFiles = None,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API; SIGTERM drains and ends."""
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
@@ -59,10 +70,19 @@ def engine(
         from parlay.engine.server.bind import bind, url_of
 
         with closing(bind(host, port)) as bound, ExitStack() as stack:
+            from parlay.engine.generate import Placement
             from parlay.engine.server.launch import Model, engine_name, open_service, open_stats
             from parlay.engine.server.serve import HttpServer
 
-            load = Model(model, draft, dtype, max_running, context, medusa)
+            load = Model(
+                model,
+                draft,
+                max_running,
+                context,
+                medusa,
+                corpus or (),
+                Placement(dtype, device, draft_dtype, draft_device, batch_invariant),
+            )
             known_as = engine_name(bound.getsockname()[1])
             watched = None if stats is None else stack.enter_context(open_stats(stats, known_as))
             with open_service(load, chosen, values, sidecar, known_as) as service:

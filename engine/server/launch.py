@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parlay.engine.corpus import proposer_from, read_texts
+from parlay.engine.generate import Placement
 from parlay.engine.llm import draft_window_tokens, load_backend
 from parlay.engine.model_config import load_config
 from parlay.engine.planner import LocalPlanner, Planner
@@ -30,15 +32,16 @@ MAX_WAITING = 256
 @dataclass(slots=True, frozen=True)
 class Model:
     """What to load, and how much of it runs at once; None: the default model, its own draft, its
-    whole context.
+    whole context. corpus: files of texts that drafts may be taken from.
     """  # noqa: D205
 
     folder: Path | None = None
     draft: str | None = None
-    dtype: str = "auto"
     max_running: int = 16
     context_tokens: int | None = None
     medusa: Path | None = None
+    corpus: Sequence[Path] = ()
+    runs: Placement = field(default_factory=Placement)
 
     @property
     def name(self) -> str:
@@ -52,13 +55,20 @@ def open_service(
 ) -> Iterator[Service]:
     """Load a model under a policy, or under a sidecar with it as fallback.
 
-    Raises ValueError in one line where the model, the policy or a setting cannot be used.
+    Raises ValueError in one line where the model, the policy, a setting or a file cannot be used.
     """
     folder = default_model_dir() if model.folder is None else model.folder
     config = _config(model, load_config(folder).context)
+    texts = read_texts(model.corpus)
     backend, tokenizer = load_backend(
-        model.folder, model.draft, model.dtype, config=config, medusa=model.medusa
+        model.folder,
+        model.draft,
+        config=config,
+        medusa=model.medusa,
+        **asdict(model.runs),
     )
+    if texts:
+        backend.ngram = proposer_from(texts, tokenizer)
     planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner

@@ -37,7 +37,7 @@ class Meter(Collector):
 
     def __init__(self, model: str, policy: str, scheduler: Scheduler) -> None:
         self.model, self.policy, self.scheduler = model, policy, scheduler
-        self.prompt_tokens = self.output_tokens = self.preemptions = 0
+        self.prompt_tokens = self.output_tokens = self.preemptions = self.lossy_requests = 0
         self.finish_reasons: Counter[str] = Counter()
         self.answers: Counter[tuple[str, int]] = Counter()
         self.drafted, self.accepted = np.zeros((2, PROPOSERS), np.int64)
@@ -50,6 +50,7 @@ class Meter(Collector):
     def added(self, request: Request) -> None:
         """Count a request that the engine took."""
         self.prompt_tokens += request.prompt_tokens
+        self.lossy_requests += request.speculation.lossy
 
     def stepped(self, outcome: StepOutcome) -> None:
         """Count a step."""
@@ -83,6 +84,7 @@ class Meter(Collector):
             ("prompt_tokens", "Prompt tokens of requests taken.", self.prompt_tokens),
             ("output_tokens", "Tokens generated.", self.output_tokens),
             ("preemptions", "Times a request that has ended lost its blocks.", self.preemptions),
+            ("lossy_requests", "Requests taken that allow lossy drafts.", self.lossy_requests),
         ):
             yield CounterMetricFamily(f"parlay_engine_{name}", help_text, value)
         yield from self._speculation()

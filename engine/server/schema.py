@@ -104,6 +104,9 @@ def _ask(
         raise invalid("model is missing: GET /v1/models names it", "model")
     sampling = _sampling(fields)
     speculation = _speculation(fields.object("speculation"), proposer_mask)
+    if speculation.lossy and sampling["seed"] is not None:
+        path = "speculation.lossy_threshold"
+        raise invalid(f"{path} and seed exclude each other: a seed promises the model's text", path)
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options.given and not stream:
@@ -149,7 +152,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 
 def _speculation(fields: Fields, there: int) -> SpeculationParams:
-    """Take {"enabled", "max_k", "proposers", "tpot_target_ms", "task"}."""
+    """Take {"enabled", "max_k", "proposers", "tpot_target_ms", "task", "lossy_threshold"}."""
     enabled = fields.flag("enabled", True)
     max_k = fields.integer("max_k", 0, K_LIMIT)
     mask = _proposers(fields, there)
@@ -159,13 +162,26 @@ def _speculation(fields: Fields, there: int) -> SpeculationParams:
     task = fields.text("task") or ""
     if len(task) > MAX_TASK_CHARS:
         raise fields.wrong("task", f"at most {MAX_TASK_CHARS} characters")
+    most = (K_LIMIT if max_k is None else max_k) if enabled else 0
+    least = _lossy_threshold(fields, bool(most))
     fields.done()
     return SpeculationParams(
         proposer_mask=mask,
-        max_k=(K_LIMIT if max_k is None else max_k) if enabled else 0,
+        max_k=most,
         task=task,
         tpot_target_ms=nan if target_ms is None else target_ms,
+        lossy_threshold=inf if least is None else least,
     )
+
+
+def _lossy_threshold(fields: Fields, speculates: bool) -> float | None:
+    least = fields.number("lossy_threshold", 0.0, 1.0)
+    if least == 0.0:
+        raise fields.wrong("lossy_threshold", "above 0 and at most 1")
+    if least is not None and not speculates:
+        path = fields.path("lossy_threshold")
+        raise invalid(f"{path} is about drafts, but speculation is off: leave one out", path)
+    return least
 
 
 def _proposers(fields: Fields, there: int) -> int:

@@ -99,6 +99,7 @@ def test_a_silent_sidecar_leaves_the_policy_in_charge(folder: Path, tmp_path: Pa
         (["--sidecar", "x:1", "--policy", "goodput"], "leave out --policy"),
         (["--sidecar", "nonsense"], "nonsense"),
         (["--set", "k"], "write it as key=value"),
+        (["--corpus", "/no/such/file"], "--corpus /no/such/file cannot be read: No such file"),
     ],
 )
 def test_what_is_wrong_is_one_line(folder: Path, options: list[str], says: str) -> None:

@@ -96,6 +96,36 @@ def test_speculation_is_the_requests_own_choice_and_changes_no_token(
     assert len(set(texts)) == 1
 
 
+def test_lossy_drafts_are_the_requests_own_choice_and_usage_says_so(
+    service: Service, url: str, client: openai.OpenAI
+) -> None:
+    def counted() -> int:
+        return service.meter.lossy_requests
+
+    before = counted()
+    plain = completion(client, max_tokens=60)
+    assert plain.usage.speculation["lossy"] is False
+    assert counted() == before
+    lossy = [{"speculation": {"lossy_threshold": p, "proposers": ["ngram"]}} for p in (1e-9, 1.0)]
+    # Together with requests that did not ask for it, which are left alone.
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [{}, lossy[0], {}, lossy[1]]
+        done = list(pool.map(lambda b: completion(client, max_tokens=60, extra_body=b), bodies))
+    texts = [d.choices[0].text for d in done]
+    assert texts[0] == texts[2] == texts[3] == plain.choices[0].text
+    assert texts[1] != texts[0]
+    assert [d.usage.speculation["lossy"] for d in done] == [False, True, False, True]
+    spent = done[1].usage.speculation
+    assert spent["accepted"] == spent["drafted"] > 0
+    assert counted() == before + 2
+    assert f"parlay_engine_lossy_requests_total {before + 2}.0" in get(f"{url}/metrics").decode()
+    streamed = completion(
+        client, max_tokens=9, stream=True, stream_options={"include_usage": True},
+        extra_body=lossy[0],
+    )  # fmt: skip
+    assert list(streamed)[-1].usage.speculation["lossy"] is True
+
+
 def test_a_seed_makes_it_reproducible(client: openai.OpenAI) -> None:
     texts = [chat(client, seed=n, max_tokens=20).choices[0].message.content for n in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

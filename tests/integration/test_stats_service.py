@@ -24,7 +24,7 @@ from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.stats import MAX_INTERVAL_MS, StatsServer, serve_stats
-from parlay.engine.stats_cli import ask, watch
+from parlay.engine.stats_client import ask, watch
 from parlay.engine.stats_hub import StatsHub
 from parlay.engine.step import Engine
 from parlay.engine.virtual import Hazards, StepCost, Task, VirtualBackend

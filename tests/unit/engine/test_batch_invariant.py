@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.serving import tiny_checkpoint
 from tests.tiny import CPU, tiny_config, tiny_weights
 from torch import Tensor
 
 from parlay.engine.attention.alone import AloneAttention
 from parlay.engine.attention.paged import PagedKV
 from parlay.engine.attention.sdpa import SdpaAttention
+from parlay.engine.generate import Placement, generate, open_engine
 from parlay.engine.linear import TILE_ROWS, make_linear, tiled
 from parlay.engine.models import Llama
+from parlay.engine.request import SamplingParams
 from parlay.engine.runner import Runner
 from parlay.engine.spans import Spans
+from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.tree import trees_of
 
 VOCAB, SIZE = 64, 4
@@ -124,3 +129,15 @@ def test_tiles_compute_what_the_linear_does(rows: int) -> None:
     weight, x = torch.randn(8, 16), torch.randn(rows, 16)
     linear = make_linear(weight, pack=False)
     torch.testing.assert_close(tiled(linear, 16, torch.float32, CPU)(x), x @ weight.T)
+
+
+def test_an_engine_is_opened_with_it(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    with open_engine(folder, "none", {}, None, Placement("float32", batch_invariant=True)) as (
+        engine,
+        tokenizer,
+    ):
+        assert isinstance(engine.backend, TorchBackend)
+        assert isinstance(engine.backend.runner.cache, AloneAttention)
+        done = generate(engine, tokenizer, [1, 2, 3], SamplingParams(max_tokens=4), print)
+    assert done.output_tokens == 4

@@ -101,7 +101,7 @@ def test_text_is_cut_at_the_first_stop_however_it_comes(
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     @contextmanager
     def opened(
-        model: object, policy: str, settings: dict[str, str], sidecar: str | None, dtype: str
+        model: object, policy: str, settings: dict[str, str], sidecar: str | None, *_: object
     ) -> Any:
         make_policy(policy, settings)
         engine = open_virtual(policy)

@@ -67,6 +67,14 @@ def test_speculation_can_be_turned_off() -> None:
     assert completion(speculation={"enabled": False, "max_k": 4}).speculation.max_k == 0
 
 
+def test_lossy_drafts_are_asked_for_by_name_or_not_there() -> None:
+    for speculation in (None, {}, {"max_k": 3}, {"lossy_threshold": None}):
+        assert not completion(speculation=speculation).speculation.lossy
+    ask = completion(speculation={"lossy_threshold": 0.25}, logprobs=2)
+    assert ask.speculation.lossy
+    assert ask.speculation.lossy_threshold == 0.25
+
+
 def test_parts_and_roles_become_plain_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     echoed = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None}
@@ -122,6 +130,12 @@ BOTH = [
     ({"speculation": {"proposers": ["none"]}}, "speculation.proposers"),
     ({"speculation": {"tpot_target_ms": 0}}, "speculation.tpot_target_ms"),
     ({"speculation": {"task": "x" * 65}}, "speculation.task"),
+    ({"speculation": {"lossy_threshold": 0}}, "speculation.lossy_threshold"),
+    ({"speculation": {"lossy_threshold": 1.1}}, "speculation.lossy_threshold"),
+    ({"speculation": {"lossy_threshold": True}}, "speculation.lossy_threshold"),
+    ({"speculation": {"lossy_threshold": 0.3}, "seed": 1}, "speculation.lossy_threshold"),
+    ({"speculation": {"lossy_threshold": 0.3, "max_k": 0}}, "speculation.lossy_threshold"),
+    ({"speculation": {"lossy_threshold": 0.3, "enabled": False}}, "speculation.lossy_threshold"),
 ]
 COMPLETION = [
     ({"prompt": None}, "prompt"),
