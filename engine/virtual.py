@@ -155,7 +155,9 @@ class VirtualBackend:
             count[row], held, _ = self.acceptance.offer(request, proposer, int(fit.k[row]))
             tokens[row, : count[row]] = _guesses(request, int(count[row]), held)
         modelled = (fit.proposer == Proposer.DRAFT_MODEL) & (fit.k > 0)
-        drafts = Drafts(count, tokens, np.full(tokens.shape, np.nan, np.float32), modelled)
+        # The last token drafted has not been read.
+        read = np.where(modelled, np.maximum(count - 1, 0), -1).astype(np.int32)
+        drafts = Drafts(count, tokens, np.full(tokens.shape, np.nan, np.float32), read)
         drafts.draft_depth = int(count[modelled].max(initial=0))
         passes = [int((count[modelled] > j).sum()) for j in range(drafts.draft_depth)]
         drafts.draft_ms[Proposer.DRAFT_MODEL] = sum(

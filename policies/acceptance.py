@@ -12,7 +12,7 @@ average request.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -60,6 +60,9 @@ _TASK_ROW_DECAY = 0.5 ** (1.0 / TASK_HALF_LIFE_ROWS)
 _FORGET_STEPS = 512
 HAZARD_FLOOR = 0.005
 
+Watch = Callable[..., None]
+"""(task rows, proposers, rejections beyond those foretold, their variance) of drafts, [n] each."""
+
 
 def channel_of(proposer: Array, match_tokens: Array) -> Array:
     """Return the channel of each row; meaningless where proposer is NONE."""
@@ -79,6 +82,7 @@ class Acceptance:
         self.others = np.zeros((2, CHANNELS, k_max))
         self.rows = np.zeros(PROPOSERS)
         self.loaded = False
+        self.watch: Watch | None = None
         self.version = 0
         self._total = np.zeros((2, CHANNELS, k_max))
         self._snapshots = {0: self._total.copy()}
@@ -210,11 +214,13 @@ class Acceptance:
         task_frailty = (TASK_STRENGTH + rejections) / (TASK_STRENGTH + hazards)
         rejected, expected = self._request[:, row, proposer].tolist()
         prior, known = REQUEST_STRENGTH * task_frailty + rejected, REQUEST_STRENGTH + expected
-        before = expected_of_task = 0.0
+        before = expected_of_task = foretold = variance = 0.0
         exposure: list[float] = []
         for hazard in self.hazard[channel, :reached].tolist():
             frailty = prior / (known + before)
             exposure.append(frailty * weight)
+            foretold += (chance := min(hazard * frailty, HAZARD_CEILING))
+            variance += chance * (1.0 - chance)
             expected_of_task += hazard * math.sqrt(frailty / task_frailty)
             before += hazard
         self.rows[proposer] += 1
@@ -225,6 +231,8 @@ class Acceptance:
         self._task[:, task, proposer] *= _TASK_ROW_DECAY
         fails = accepted < min(seen, self.k_max)
         failed = float(drafts.share[0]) * weight if fails else 0.0
+        if self.watch is not None:
+            self.watch(task, proposer, failed - weight * foretold, weight * weight * variance)
         if fails:
             self._total[0, channel, accepted] += failed
             self.rejected[channel, accepted] += failed
@@ -247,6 +255,10 @@ class Acceptance:
         prior = (REQUEST_STRENGTH * task_frailty + rejected)[:, None]
         frailty = prior / (REQUEST_STRENGTH + expected[:, None] + before)
         weight = np.where(self._output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
+        if self.watch is not None:
+            chance = np.minimum(hazard * frailty, HAZARD_CEILING)
+            left = ((chance * (1.0 - chance)).sum(axis=1) * weight) * weight
+            self.watch(task, proposer, weight * (failed - chance.sum(axis=1)), left)
         self._age(row, proposer, task)
         exposure = at_risk * (frailty * weight[:, None])
         failed *= weight
@@ -278,6 +290,21 @@ class Acceptance:
         task_rows = counts.reshape(_TASKS, PROPOSERS)
         self._task_rows += task_rows
         self._task *= 0.5 ** (task_rows / TASK_HALF_LIFE_ROWS)
+
+    def forget(self, task: int, proposer: int, rows: float) -> None:
+        """Age what a task, by its row, knows of a proposer as if `rows` more had shown nothing.
+
+        All tasks' hazards age as far as they are this task's; what requests showed fades anyway.
+        """
+        known = self._task[1, :, proposer]
+        share = float(known[task]) / max(float(known.sum()), 1e-9)
+        self._task_rows[task, proposer] += rows
+        self.rows[proposer] += rows * share
+        self._task[:, task, proposer] *= 0.5 ** (rows / TASK_HALF_LIFE_ROWS)
+        by_channel = (0.5 ** (rows * share / HALF_LIFE_ROWS)) ** (proposer == _PROPOSER_OF)
+        self.rejected *= by_channel[:, None]
+        self.exposed *= by_channel[:, None]
+        self._refit()
 
     def _refit(self) -> None:
         """Shrink each position to the shallower ones near it, and those to the prior."""
@@ -332,6 +359,11 @@ class Acceptance:
             self._free.append(self._row.pop(request_id))
         if gone:
             self._asked = None
+
+    @property
+    def task_rows(self) -> Array:
+        """Return the row of each task, in the order in which `state` has them."""
+        return np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
 
     def state(self) -> dict[str, Array]:
         """Return everything that later estimates depend on."""

@@ -228,9 +228,7 @@ def _fill_bucket(plan: Plan, view: BatchView, fit: Fitted, survival: Array) -> N
     fit.k = keep_top(new, deeper, int(fit.k.sum()) + room)
 
 
-def verify_plan(
-    plan: Plan, fit: Fitted, drafted: Array, confidences: Array | None = None
-) -> Array:
+def verify_plan(plan: Plan, fit: Fitted, drafted: Array, confidences: Array | None = None) -> Array:
     """Return the verify_k i32 [rows] of `fit_plan` after drafting, for a fit that it returned."""
     drafted = np.asarray(drafted, np.int32)
     if plan.budget_tokens == NO_BUDGET or drafted.sum() <= plan.budget_tokens:

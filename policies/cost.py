@@ -196,6 +196,12 @@ class StepTime:
         plain, drafting = self._surprise[:, 0] / (_SURPRISE_PRIOR + self._surprise[:, 1])
         return math.exp(drafting - plain)
 
+    @property
+    def taught(self) -> Array:
+        """Return the token counts, in steps of a coarse scale, at which steps taught the curve."""
+        counts: Array = _EDGES[self._ratio[1] > 0.0]
+        return counts
+
     def _add_ratio(self, tokens: float, ratio: float) -> None:
         log = math.log(tokens)
         place = min(bisect_left(_LOG_EDGE_OF, log), len(_EDGES) - 1)

@@ -56,6 +56,10 @@ class Explorer:
         if math.isfinite(step_ms):
             self.elapsed_ms += max(step_ms, 0.0) * steps
 
+    def look_soon(self) -> None:
+        """Begin anew with the shortest interval between tries: what text is like has changed."""
+        self.interval_steps[:] = _FIRST_INTERVAL
+
     def apply(
         self, view: BatchView, survival: Array, hopes: Hopes, best: Allocation, costs: StepCosts
     ) -> tuple[Allocation, Array]:

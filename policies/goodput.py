@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parlay.policies.acceptance import Acceptance
-from parlay.policies.calibration import Calibration, calibrated
+from parlay.policies.calibration import CALIBRATED, Calibration, calibrated
 from parlay.policies.cost import StepTime, behind, padded
 from parlay.policies.explore import Explorer
 from parlay.policies.policy import EngineLimits, register
@@ -60,11 +60,16 @@ class GoodputSettings:
             raise ValueError(f"goodput: k_max must be between 1 and {K_LIMIT}, not {self.k_max}")
 
 
+_Lag = tuple[int, Array, Array]
+
+
 @register("goodput", GoodputSettings)
 class Goodput:
     """Maximises emitted tokens per millisecond of step time; deterministic from its history."""
 
     name = "goodput"
+    learns_late = True
+    """A step's outcome may come after the next decision: a sidecar decides first, then learns."""
 
     def __init__(self, settings: GoodputSettings, limits: EngineLimits) -> None:
         self.limits = limits
@@ -74,7 +79,9 @@ class Goodput:
         self.explorer = Explorer(limits)
         self._ms_per_token, self._last_step = 0.0, 0
         self.expected_gain = 1.0
-        self._lag: tuple[Array, Array] = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
+        # Of the views before the last and last: step, requests, tokens of KV that the draft owed.
+        none = (-1, np.zeros(0, np.uint64), np.zeros(0, np.int32))
+        self._lags: tuple[_Lag, _Lag] = (none, none)
 
     def decide(self, view: BatchView) -> Plan:
         """Return the plan for the batch in `view`."""
@@ -106,7 +113,7 @@ class Goodput:
             return hoped * weight[:, None, None]
 
         chosen, explored = self.explorer.apply(view, worth, hopes, best, costs)
-        self._lag = (view.request_id, view.draft_kv_lag)
+        self._lags = (self._lags[1], (view.step_id, view.request_id, view.draft_kv_lag))
         return self._plan(view, survival, frailty, chosen, explored, best, costs)
 
     @property
@@ -154,19 +161,20 @@ class Goodput:
         None where no draft was ended.
         """
         place = outcome.drafted_k.astype(np.intp)
-        short = (outcome.proposer == DRAFT_MODEL) & (place < outcome.requested_k)
-        short &= place < outcome.confidences.shape[1]
+        short = (place < outcome.requested_k) & (place < outcome.confidences.shape[1])
         if not short.any():
             return None
-        row = np.flatnonzero(short)
+        row = np.flatnonzero(short & np.isin(outcome.proposer, CALIBRATED))
+        if not len(row):
+            return None
         doubt = np.full(len(outcome), np.nan)
-        slope, offset = self.calibration.coefficients()[DRAFT_MODEL]
+        slope, offset = self.calibration.coefficients()[outcome.proposer[row]].T
         doubt[row] = 1.0 - calibrated(outcome.confidences[row, place[row]], slope, offset)
         return doubt
 
     def _stop_rule(self, best: Allocation) -> StopRule:
         """End a draft where its next token is worth less than its verification costs."""
-        if not self.calibration.trusted or best.ms_per_token <= 0.0:
+        if best.ms_per_token <= 0.0 or not self.calibration.trusts(best.proposer):
             return StopRule()
         return StopRule(StopKind.SURVIVAL, min(best.price_ms / best.ms_per_token, 1.0))
 
@@ -175,7 +183,8 @@ class Goodput:
         drafts = outcome.proposer == DRAFT_MODEL
         if not drafts.any():
             return 0.0
-        ids, lag = self._lag
+        before, last = self._lags
+        _, ids, lag = before if before[0] == outcome.step_id else last
         if not np.array_equal(ids, outcome.request_id):
             drafts = np.isin(ids, outcome.request_id[drafts])
         return float(behind(lag[drafts]).sum())
@@ -228,7 +237,7 @@ class Goodput:
         flat["ms_per_token"] = np.asarray(self._ms_per_token)
         flat["expected_gain"] = np.asarray(self.expected_gain)
         flat["last_step"] = np.asarray(self._last_step)
-        flat["lag.request_id"], flat["lag.tokens"] = self._lag
+        _, flat["lag.request_id"], flat["lag.tokens"] = self._lags[1]
         return flat
 
     def load(self, state: Mapping[str, Array]) -> None:
@@ -247,7 +256,8 @@ class Goodput:
         self._ms_per_token = float(state["ms_per_token"])
         self._last_step = int(state["last_step"])
         self.expected_gain = float(state["expected_gain"])
-        self._lag = (state["lag.request_id"].copy(), state["lag.tokens"].copy())
+        last = (-1, state["lag.request_id"].copy(), state["lag.tokens"].copy())
+        self._lags = (last, last)
 
     def delta(self, since: int) -> dict[str, Array]:
         """Return the acceptance counts gathered since `since`; step times stay at home."""

@@ -57,6 +57,9 @@ optimistic; probes while off get none."""
 _PLAIN_GAIN = 1.05
 """A policy that expects more is not put to the test before its share of the time has paid for it;
 whether it is right is found out all the same, a few hundred steps later."""
+_DEAR_GAIN, _DEAR_STEPS, _DEAR_SHARE = 1.2, 3, 0.5
+"""Of a policy that expects as much, a plain step costs much and shows much: fewer are measured, and
+of what pairs may cost half is enough for as many of them."""
 _RETURN_SIGMAS = 3.0
 _PLANS = 64
 
@@ -77,6 +80,11 @@ class Guard:
         self._plans = np.full((_PLANS, 4), -1, np.int64)
         # Block of the pair, (without, with) prompts: steps, tokens, ms, log rows, prefill, drafted.
         self._sums = np.zeros((2, 2, 6))
+
+    @property
+    def learns_late(self) -> bool:
+        """Say whether a step's outcome may come after the next decision."""
+        return bool(getattr(self.policy, "learns_late", False))
 
     @property
     def on(self) -> bool:
@@ -136,7 +144,7 @@ class Guard:
             what = (1.0, step.tokens, step.ms, math.log(step.rows), step.prefill, step.drafted)
             self._sums[at.phase - 1, int(not clean) :] += what
             at.measured += clean
-            if at.measured >= self.settings.block_steps:
+            if at.measured >= (self.settings.block_steps if treated else at.plain_steps):
                 self._advance()
 
     def _next_block(self, rows: int) -> None:
@@ -152,12 +160,15 @@ class Guard:
         ):
             at.pair += 1
             at.treated_first = bool(self._draw() < 0.5)
+            at.plain_steps = self._plain_steps()
             self._sums[:] = 0.0
             self._advance()
 
     def _allowed_ms(self) -> float:
         """Return what pairs may have cost by now."""
         shared = self.settings.probe_share * self._ledger.elapsed_ms
+        if self._dear():
+            shared *= _DEAR_SHARE
         granted = self._at.on and self._likely_gain() < _PLAIN_GAIN
         return shared + (_GRANT_STEPS * self._ledger.mean_ms if granted else 0.0)
 
@@ -165,8 +176,17 @@ class Guard:
         """Return what a pair is likely to cost: a step without drafts is dear where they gain."""
         if not self._at.on or self._likely_gain() < _PLAIN_GAIN:
             return 0.0
-        steps = self.settings.block_steps + TRANSITION_STEPS
+        steps = self._plain_steps() + TRANSITION_STEPS
         return steps * self._ledger.mean_ms * (1.0 - 1.0 / self._likely_gain())
+
+    def _dear(self) -> bool:
+        """Say whether a step without drafts costs much, as the wrapped policy has it."""
+        return self._at.on and self._likely_gain() >= _DEAR_GAIN
+
+    def _plain_steps(self) -> int:
+        """Return how many steps without drafts a pair that begins now measures."""
+        steps = self.settings.block_steps
+        return min(_DEAR_STEPS, steps) if self._dear() else steps
 
     def _likely_gain(self) -> float:
         """Return what the wrapped policy expects to gain, 1 where it does not say."""
@@ -189,7 +209,7 @@ class Guard:
         """Learn from a finished pair, and turn the policy off or on."""
         at, ledger, gains = self._at, self._ledger, self.gains
         treated, bypass = self._sums if at.treated_first else self._sums[::-1]
-        measured = log_gain(treated, bypass, self.settings.block_steps)
+        measured = log_gain(treated, bypass, self.settings.block_steps, at.plain_steps)
         if measured is None:
             return
         gain, load = measured

@@ -1,7 +1,8 @@
 """A policy trained in the simulator (`parlay train`): a small network, run with numpy.
 
 Every row's features (`features.py`) go through the network; among what the row may do the action
-with the largest logit is taken, or one is drawn, with its true propensity. It cannot be made
+with the largest logit is taken, or one is drawn, with its true propensity. A recurrent network
+remembers each request from step to step, as long as the engine runs it. The policy cannot be made
 without a file, so it is in no list of policies that are tried in turn.
 """
 
@@ -47,10 +48,12 @@ class Learned(Stateless):
         self.sample, self.seed = settings.sample, settings.seed
         self.watched = Watched()
         self.steps = 0
+        size = self.network.lstm.size if self.network.lstm else 0
+        self.memory = np.zeros((2, 0, size), np.float32)
 
     def decide(self, view: BatchView) -> Plan:
         """Return each row's action; deterministic from the settings and the history."""
-        logits = self.network.logits(self.watched.features(view))
+        logits = self._logits(self.watched.features(view))
         may = allowed(
             view.match_tokens, view.max_k, view.proposer_mask, np.asarray(view.prefill_tokens > 0)
         )
@@ -71,6 +74,17 @@ class Learned(Stateless):
         plan.policy_version = "learned/1"
         return plan
 
+    def _logits(self, features: Array) -> Array:
+        """Return f32 [rows, actions]; a network that remembers keeps a state a request."""
+        if self.network.lstm is None:
+            return self.network.logits(features)
+        rows, fresh = self.watched.rows, self.watched.fresh
+        if (more := self.watched.requests.size - self.memory.shape[1]) > 0:
+            self.memory = np.pad(self.memory, ((0, 0), (0, more), (0, 0)))
+        self.memory[:, fresh] = 0.0
+        logits, self.memory[:, rows] = self.network.recall(features, self.memory[:, rows])
+        return logits
+
     def _draw(self, logits: Array) -> tuple[Array, Array]:
         """Return actions drawn from the softmax, and the chance that each had."""
         chance = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -86,14 +100,21 @@ class Learned(Stateless):
 
     def state(self) -> dict[str, Array]:
         """Return everything that later decisions depend on."""
-        return {**self.watched.state(), "steps": np.asarray(self.steps)}
+        own = {"steps": np.asarray(self.steps)}
+        if self.network.lstm is not None:
+            own["memory"] = self.memory.copy()
+        return {**self.watched.state(), **own}
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where it does not fit."""
-        if "steps" not in state:
-            raise ValueError("learned: the state lacks steps")
+        needed = {"steps", "memory"} if self.network.lstm is not None else {"steps"}
+        if missing := needed - set(state):
+            raise ValueError(f"learned: the state lacks {sorted(missing)[0]}")
+        memory = np.array(state.get("memory", self.memory), np.float32)
+        if memory.ndim != 3 or memory.shape[::2] != self.memory.shape[::2]:
+            raise ValueError("learned: the state's memory is that of another network")
         self.watched.load(state)
-        self.steps = int(state["steps"])
+        self.steps, self.memory = int(state["steps"]), memory
 
 
 ENTRY = Entry("learned", LearnedSettings, Learned)

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from parlay.policies.features import ACTION_NAMES, FEATURES, SCHEMA
+from parlay.policies.lstm import Lstm
 from parlay.policies.types import Array
 
 _KEY = "parlay"
 _MOST_HEADER = 1 << 20
 _CLIP = 8.0
 _RELU = "relu"
+_LSTM = ("input_weight", "hidden_weight", "bias")
 ACTIVATIONS = ("tanh", _RELU)
 
 
@@ -30,7 +32,8 @@ class Network:
     """A multilayer perceptron from raw features to one logit an action.
 
     weights [out, in] and biases [out] f32, layer by layer; the features are centred and scaled,
-    each [features]. card: what it was trained on and how it scored.
+    each [features]. card: what it was trained on and how it scored. lstm: reads the features before
+    the layers do, and remembers each request.
     """
 
     weights: list[Array]
@@ -39,10 +42,24 @@ class Network:
     scale: Array
     activation: str = "tanh"
     card: Mapping[str, Any] = field(default_factory=dict)
+    lstm: Lstm | None = None
 
     def logits(self, features: Array) -> Array:
         """Return f32 [rows, actions] from raw features f32 [rows, features]."""
-        x = np.clip((features - self.centre) * self.scale, -_CLIP, _CLIP)
+        assert self.lstm is None, "this network remembers: use recall"
+        return self._head(self._scaled(features))
+
+    def recall(self, features: Array, memory: Array) -> tuple[Array, Array]:
+        """Return logits f32 [rows, actions], and the memory f32 [2, rows, size] after them."""
+        assert self.lstm is not None, "this network has no memory: use logits"
+        memory = self.lstm.step(self._scaled(features), memory)
+        return self._head(memory[0]), memory
+
+    def _scaled(self, features: Array) -> Array:
+        x: Array = np.clip((features - self.centre) * self.scale, -_CLIP, _CLIP)
+        return x
+
+    def _head(self, x: Array) -> Array:
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             x = x @ weight.T + bias
             x = np.maximum(x, 0.0) if self.activation == _RELU else np.tanh(x)
@@ -55,6 +72,8 @@ def save_network(path: Path, network: Network) -> None:
     tensors = {"features.centre": network.centre, "features.scale": network.scale}
     for i, (weight, bias) in enumerate(zip(network.weights, network.biases, strict=True)):
         tensors[f"layer.{i}.weight"], tensors[f"layer.{i}.bias"] = weight, bias
+    if network.lstm is not None:
+        tensors |= {f"lstm.{name}": getattr(network.lstm, name) for name in _LSTM}
     about = {
         "schema": SCHEMA,
         "features": list(FEATURES),
@@ -128,19 +147,28 @@ def _check(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def _assembled(path: Path, about: Mapping[str, Any], tensors: dict[str, Array]) -> Network:
+    remembers = any(name.startswith("lstm.") for name in tensors)
     count = sum(name.endswith(".weight") for name in tensors)
+    lstm: Lstm | None = None
     names = {f"layer.{i}.{part}" for i in range(count) for part in ("weight", "bias")}
     names |= {"features.centre", "features.scale"}
+    if remembers:
+        names |= {f"lstm.{name}" for name in _LSTM}
     if set(tensors) != names or not count:
         raise ValueError(f"the network {path} lacks tensors: {sorted(names ^ set(tensors))[:3]}")
     weights = [tensors[f"layer.{i}.weight"] for i in range(count)]
     biases = [tensors[f"layer.{i}.bias"] for i in range(count)]
     centre, scale = tensors["features.centre"], tensors["features.scale"]
-    sizes = [len(FEATURES), *(len(bias) if bias.ndim == 1 else -1 for bias in biases)]
+    if remembers:
+        lstm = Lstm(*(tensors[f"lstm.{name}"] for name in _LSTM))
+        if not lstm.fits(len(FEATURES)):
+            raise ValueError(f"the network {path} has an LSTM whose parts do not fit")
+    first = lstm.size if lstm else len(FEATURES)
+    sizes = [first, *(len(bias) if bias.ndim == 1 else -1 for bias in biases)]
     shapes = list(zip(sizes[1:], sizes[:-1], strict=True))
     fits = [w.shape for w in weights] == shapes and sizes[-1] == len(ACTION_NAMES)
-    if not fits or centre.shape != (sizes[0],) or scale.shape != (sizes[0],):
+    if not fits or not centre.shape == scale.shape == (len(FEATURES),):
         raise ValueError(f"the network {path} has layers that do not fit: {sizes}")
     if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
         raise ValueError(f"the network {path} holds numbers that are not finite")
-    return Network(weights, biases, centre, scale, str(about["activation"]), about["card"])
+    return Network(weights, biases, centre, scale, str(about["activation"]), about["card"], lstm)

@@ -131,6 +131,7 @@ _MODULES = (
 )
 _NEED_A_FILE = {"learned": "parlay.policies.learned"}
 """Policies that no default settings make; modules with an ENTRY."""
+_TRAINED = ".safetensors"
 
 
 def register(
@@ -171,9 +172,11 @@ def make_policy(
 ) -> Policy:
     """Make the policy `name`; `settings` may hold strings, as from `--set key=value`.
 
-    Raises ValueError where the name or a setting is unknown, or a value has the wrong type or
-    range.
+    A file that `parlay train` wrote, as a name, is the policy `learned` with that path. Raises
+    ValueError where the name or a setting is unknown, or a value has the wrong type or range.
     """
+    if name.endswith(_TRAINED):
+        name, settings = "learned", {**(settings or {}), "path": name}
     entry = entry_of(name)
     fields = {f.name: f for f in dataclasses.fields(entry.settings)}
     values: dict[str, Any] = {}

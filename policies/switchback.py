@@ -39,6 +39,7 @@ class Schedule:
     gap: int = FIRST_GAP_STEPS
     this_gap: int = FIRST_GAP_STEPS
     treated_first: bool = False
+    plain_steps: int = 0
     block: int = 0
     seen_block: int = -1
     seen: int = 0
@@ -137,15 +138,19 @@ def step_of(outcome: StepOutcome, ms: float) -> Step:
     return Step(tokens, ms, rows, bool(outcome.drafted_k.any()), outcome.prefill_tokens)
 
 
-def log_gain(treated: Array, bypass: Array, block_steps: int) -> tuple[float, float] | None:
+def log_gain(
+    treated: Array, bypass: Array, block_steps: int, plain_steps: int = 0
+) -> tuple[float, float] | None:
     """Return a pair's log goodput ratio and mean log rows; None where the blocks are not alike.
 
-    treated, bypass [2, 6]: sums over steps without prompts, and over all. Where a busy engine has
+    treated, bypass [2, 6]: sums over steps without prompts, and over all, of blocks of block_steps
+    and plain_steps (0: as many), of which half must be there. Where a busy engine has
     too few of the former, all are compared, provided the prompts were alike.
     """
+    plain_steps = plain_steps or block_steps
     for kind in (0, 1):
         ours, theirs = treated[kind], bypass[kind]
-        if min(ours[0], theirs[0]) >= max(block_steps // 2, 1):
+        if ours[0] >= (block_steps + 1) // 2 and theirs[0] >= (plain_steps + 1) // 2:
             _, tokens, ms, log_rows, prefill, drafted = ours / ours[0]
             _, base_tokens, base_ms, base_rows, base_prefill, _ = theirs / theirs[0]
             prompts = abs(math.log((prefill + PREFILL_MOST) / (base_prefill + PREFILL_MOST)))

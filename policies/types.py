@@ -176,8 +176,9 @@ class Plan:
     marginal_token_price_ms: what one more verified token costs; draft_token_price_ms f32
     [PROPOSERS]: what drafting one costs. A token is worth drafting while survival * token_value_ms
     >= its two prices; nan: no prices. budget_tokens: drafted tokens the batch may verify, fixed
-    before drafting; NO_BUDGET: no limit. calibration f32 [PROPOSERS, 2]: slope and offset from a
-    drafter's confidence (log-odds) to acceptance.
+    before drafting (k in all may be more: what it is spent on is chosen once they are drafted);
+    NO_BUDGET: no limit. calibration f32 [PROPOSERS, 2], or [PROPOSERS, 2, K], a line a place: slope
+    and offset from a drafter's confidence (log-odds) to acceptance.
     """
 
     request_id: Array

@@ -30,19 +30,24 @@ _DRAFTING_WEIGHT = 0.05
 
 
 class Watched:
-    """One engine as a learned policy sees it: tables of `features.py`, step times as they come."""
+    """One engine as a learned policy sees it: tables of `features.py`, step times as they come.
+
+    rows intp [rows]: each request of the last view in the tables; fresh: those of new requests.
+    """
 
     def __init__(self) -> None:
         self.tracker = Tracker(1, 0, _TASKS)
         self.step_time = StepTime()
         self.requests = Requests()
         self.drafting_ms = np.full(PROPOSERS, np.nan)
+        self.rows = self.fresh = np.zeros(0, np.intp)
         self._lag: tuple[Array, Array] = (np.zeros(0, np.uint64), np.zeros(0, np.int32))
 
     def features(self, view: BatchView) -> Array:
         """Return f32 [rows, features], raw."""
         self._lag = (view.request_id, view.draft_kv_lag)
         rows, fresh = self.requests.rows_of(view.request_id, view.output_tokens)
+        self.rows, self.fresh = rows, fresh
         if (more := self.requests.size - self.tracker.request.shape[1]) > 0:
             self.tracker.grow(more)
         self.tracker.begin(fresh)

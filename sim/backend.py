@@ -94,32 +94,24 @@ class SimBackend:
 
     def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
         """Draft what would hold; the plan's stop rule may end a draft early."""
-        k, who = fit.k, fit.proposer
-        depth = max(int(k.max(initial=0)), 1)
+        count, confidences = fit.k.astype(np.int32), np.full((len(batch), 1), np.nan, np.float32)
+        active = np.flatnonzero(fit.k)
         drafts = Drafts(
-            k.astype(np.int32).copy(),
-            np.full((len(batch), depth), -1, np.int64),
-            np.full((len(batch), depth), np.nan, np.float32),
-            np.zeros(len(batch), bool),
+            count=count,
+            tokens=np.full((len(batch), 1), -1, np.int64),
+            confidences=confidences,
+            read_by_draft=np.full(len(batch), -1, np.int32),
         )
-        active = np.flatnonzero(k)
         if not len(active):
             return drafts
-        rows, at = self.places([batch.requests[r] for r in active])
-        held = self.luck.held(rows, at, who[active])
-        confident = np.flatnonzero(who[active] != NGRAM)
-        drafts.count[active] = np.minimum(k[active], self.luck.offered(rows, at, who[active]))
-        passes = drafts.count.copy()
-        if len(confident):
-            mine = active[confident]
-            shown = self.luck.confidence(rows[confident], at[confident], who[mine])[:, :depth]
-            stop = plan.stop_rule if plan else StopRule()
-            kept, passes[mine] = _stopped(stop, plan, who[mine], drafts.count[mine], shown)
-            drafts.count[mine] = kept
-            seen = np.arange(depth) < passes[mine][:, None]
-            drafts.confidences[mine] = np.where(seen, shown, np.nan)
-        tokens = _guesses(_lengths([batch.requests[r] for r in active]), held, depth)
+        requests = [batch.requests[r] for r in active]
+        rows, at = self.places(requests)
+        drafts.count, passes, drafts.confidences = drafted(self.luck, active, rows, at, fit, plan)
+        depth = drafts.confidences.shape[1]
+        held = self.luck.held(rows, at, fit.proposer[active])
+        tokens = _guesses(_lengths(requests), held, depth)
         beyond = np.arange(depth) >= drafts.count[active][:, None]
+        drafts.tokens = np.full((len(batch), depth), -1, np.int64)
         drafts.tokens[active] = np.where(beyond, -1, tokens)
         self._charge(batch, fit, passes, drafts)
         return drafts
@@ -161,6 +153,29 @@ class SimBackend:
         took = self.costs.time(Work(fed, int(emits.sum()), kv_tokens))
         self.time_s += 1e-3 * (took.verify_ms + took.overhead_ms)
         return Verified(accepted, tokens, took.padded_tokens, took.verify_ms)
+
+
+def drafted(
+    luck: Luck, active: Array, rows: Array, at: Array, fit: Fitted, plan: Plan | None
+) -> tuple[Array, Array, Array]:
+    """Return tokens kept i32, passes run i32 and confidences f32 [batch, K] of a step's drafts.
+
+    active [n]: the batch's rows that draft; rows, at [n]: the luck's rows, and output positions.
+    """
+    who, depth = fit.proposer[active], int(fit.k.max())
+    count, confidences = fit.k.astype(np.int32), np.full((len(fit.k), depth), np.nan, np.float32)
+    count[active] = np.minimum(fit.k[active], luck.offered(rows, at, who))
+    passes = count.copy()
+    confident = np.flatnonzero(who != NGRAM)
+    if len(confident):
+        mine = active[confident]
+        shown = luck.confidence(rows[confident], at[confident], who[confident])[:, :depth]
+        stop = plan.stop_rule if plan else StopRule()
+        kept, passes[mine] = _stopped(stop, plan, who[confident], count[mine], shown)
+        count[mine] = kept
+        seen = np.arange(depth) < passes[mine][:, None]
+        confidences[mine] = np.where(seen, shown, np.nan)
+    return count, passes, confidences
 
 
 def _lengths(requests: Sequence[Request]) -> Array:

@@ -18,7 +18,7 @@ from parlay.sim.load import arrivals_of
 from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
 
-TEACHER = "goodput"
+TEACHER = "pilot"
 _EPOCHS, _ROWS = 30, 512
 _RATE = 1e-3
 

@@ -92,7 +92,7 @@ class PassCost:
         low, high = grid[i], grid[i + 1]
         read = (1.0 - u) * (low[j] + v * (low[j + 1] - low[j]))
         read += u * (high[j] + v * (high[j + 1] - high[j]))
-        return max(read, rows * context * self.row_context_ms)
+        return max(read, rows * (context * self.row_context_ms))
 
 
 @dataclass(slots=True, frozen=True)

@@ -28,7 +28,8 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, PROPOSER_OF
 from parlay.policies.types import Array
-from parlay.sim.fast import FastLoop, Stepped
+from parlay.sim.fast import FastLoop
+from parlay.sim.fast_price import Stepped
 from parlay.sim.fast_seen import features_of
 from parlay.sim.kinds import Kind
 
@@ -113,8 +114,9 @@ def fitted_scaler(loop: FastLoop, steps: int, seed: int) -> Scaler:
 class SlotVecEnv(VecEnv):
     """Every request slot of every batch is one environment: its own action, a shared step.
 
-    A slot lives on with its next request, so no episode ever ends; an action that a row may not do
-    does nothing. `env_method("action_masks")` and `action_masks()` give bool masks.
+    A slot lives on with its next request, so no episode ever ends, but with `ends` each request is
+    an episode: for learners that remember it. An action that a row may not do does nothing.
+    `env_method("action_masks")` and `action_masks()` give bool masks.
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class SlotVecEnv(VecEnv):
         life_steps: int = 0,
         tpot_target_ms: float = float("nan"),
         scaler: Scaler | None = None,
+        ends: bool = False,
     ) -> None:
+        self.ends = ends
         self.loop = FastLoop(kinds, seed, vary, life_steps)
         self.reward = Reward(self.loop, tpot_target_ms)
         self.scaler, self.target_ms = scaler or Scaler(), tpot_target_ms
@@ -153,7 +157,8 @@ class SlotVecEnv(VecEnv):
         reward, _ = self.reward.of(done)
         self._mask = self.loop.allowed()
         seen = self.scaler(features_of(self.loop, self.target_ms))
-        return seen, reward, self._never.copy(), self._infos
+        done_with = self.loop.began if self.ends else self._never
+        return seen, reward, done_with.copy(), self._infos
 
     def action_masks(self) -> Array:
         """Return bool [rows, actions]: what each row may do now."""

@@ -1,70 +1,84 @@
-"""The closed loop for many batches at once, without an object a request: what training runs on.
+"""The engine's loop for many batches at once, without an object a request.
 
-Requests accept by the laws of `latent.py` and steps cost what `costs.py` says, but luck is drawn a
-block a step from one counter-based stream, not kept for each request: what lies beyond a rejection
-is never seen, so that coins drawn anew there have the same law. A phase may turn once within a
-draft, not twice. Blocks of the KV cache are plenty and plans are never late: the engine's loop has
-those. Prompts share the token budget in order of arrival, as in the scheduler.
+Scheduling, prices and what requests go through are the engine's; who asks and what would be
+accepted is the luck's: drawn in blocks (`block_luck.py`), for training, or keyed by request, when
+an episode is the engine's own to the last token (`keyed.py`). Blocks of the KV cache are plenty
+here: the engine's loop has scarce ones. Prompts share the token budget in order of arrival, as in
+the scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 
 from parlay.engine.commit import RECENT_DECAY
-from parlay.policies.cost import behind
 from parlay.policies.features import DEPTH, Shown, Tracker, allowed
-from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, PROPOSERS, Array
+from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array
+from parlay.sim.block_luck import BlockLuck
 from parlay.sim.episode import TOKEN_BUDGET
 from parlay.sim.fast_costs import FastCosts
-from parlay.sim.kinds import POOL, Kind
-from parlay.sim.latent import (
-    COLD_FACTOR,
-    COLD_TOKENS,
-    CONFIDENCE_NOISE,
-    COPULA,
-    PHASE_TOKENS,
-    match_length,
-    place_log_odds,
-)
-from parlay.sim.laws import tasks
+from parlay.sim.fast_price import Drafted, Stepped, priced
+from parlay.sim.kinds import Kind
 
 _EVERY_PROPOSER = np.uint8((1 << PROPOSERS) - 1)
-_F32 = np.float32
-_USUAL_WEIGHT = 0.1
-_LEADING = np.array([f"{byte:08b}0".index("0") for byte in range(256)])
-"""How many bits of a byte are set before the first that is not: DEPTH places are a byte."""
 
 
-@dataclass(slots=True)
-class Stepped:
-    """What a step did: emitted i64 and caused_ms [rows]; by batch tokens, net_ms and step_ms.
+class LoopLuck(Protocol):
+    """Who asks next in the loop, and what would be accepted of a draft that begins now.
 
-    caused_ms: by how much longer the step took because the row drafted. net_ms: step_ms but for
-    what the prompts in it would have taken without drafts.
+    names: the tags of tasks, in the order of their numbers.
     """
 
-    emitted: Array
-    caused_ms: Array
-    tokens: Array
-    net_ms: Array
-    step_ms: Array
+    names: tuple[str, ...]
+
+    def restart(self, loop: FastLoop, batches: Array, rows: Array) -> None:
+        """Begin batches, whose rows are `rows`, anew."""
+        ...
+
+    def begin(self, loop: FastLoop, rows: Array) -> Array:
+        """Fill task, prompt, length and cached of free rows; return those that got a request."""
+        ...
+
+    def flip(self, loop: FastLoop) -> None:
+        """Draw a step's coins, if they are drawn by step."""
+        ...
+
+    def held(self, loop: FastLoop, rows: Array, who: Array) -> Array:
+        """Return how many of DEPTH tokens drafted now by proposers `who` would hold."""
+        ...
+
+    def guessed(self, loop: FastLoop, rows: Array) -> Array:
+        """Return how many of the n-gram's guesses would hold in rows where others draft."""
+        ...
+
+    def move(self, loop: FastLoop, emitted: Array) -> None:
+        """Let what changes along an output go on by `emitted` tokens."""
+        ...
+
+    def match(self, loop: FastLoop, decodes: Array) -> Array:
+        """Return the n-gram's match lengths i32 [rows] of now, 0 where a row does not decode."""
+        ...
 
 
 class FastLoop:
     """Batches side by side, each with its own requests, costs and luck.
 
-    Rows of one batch lie together, `batch` [rows] says whose each is. vary: how much batches differ
-    from their kind, in log-odds of acceptance and in the log of costs; a batch begins anew, with
-    other luck, after about `life_steps` (0: never).
+    Rows of one batch lie together, `batch` [rows] says whose each is; a row whose length is 0 is
+    free, and `began` those whose request is new since the step before. vary: how much batches
+    differ from their kind, in log-odds of acceptance and in the log of costs; a batch begins anew,
+    with other luck, after about `life_steps` (0: never). luck: drawn in blocks if none is given.
     """
 
     def __init__(
-        self, kinds: Sequence[Kind], seed: int, vary: float = 0.0, life_steps: int = 0
+        self,
+        kinds: Sequence[Kind],
+        seed: int,
+        vary: float = 0.0,
+        life_steps: int = 0,
+        luck: LoopLuck | None = None,
     ) -> None:
         self.kinds, self.vary, self.life_steps = list(kinds), vary, life_steps
         self.rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
@@ -73,107 +87,83 @@ class FastLoop:
         self.batch = np.repeat(np.arange(batches), self.sizes)
         self._first = np.cumsum(self.sizes) - self.sizes
         self.every = np.arange(batches)
-        self._laws(kinds)
-        self._pools(kinds)
-        models = list({id(kind.costs): kind.costs for kind in kinds}.values())
-        most = int(self.sizes.max())
-        self.costs = FastCosts(
-            models,
-            np.array([next(i for i, m in enumerate(models) if m is k.costs) for k in kinds]),
-            TOKEN_BUDGET + most * (DEPTH + 1),
-            TOKEN_BUDGET,
-        )
+        self.luck: LoopLuck = luck or BlockLuck(kinds, rows, vary)
+        self.task_count = len(self.luck.names)
+        self.catches_up = np.array([kind.catches_up for kind in kinds])
+        self._priced(kinds)
         self.tracker = Tracker(batches, rows, batches * self.task_count)
         self.task = np.zeros(rows, np.intp)
         self.prompt, self.length, self.output = (np.zeros(rows, np.int64) for _ in range(3))
-        self.pending, self.lag, self._order = (np.zeros(rows, np.int64) for _ in range(3))
+        self.pending, self.lag, self.cached = (np.zeros(rows, np.int64) for _ in range(3))
+        self._order = np.zeros(rows, np.int64)
         self.match = np.zeros(rows, np.int32)
+        self.began = np.zeros(rows, bool)
         self.recent = np.ones(rows)
-        self._own, self._high = np.zeros(rows, _F32), np.zeros(rows, bool)
-        self._until = np.ones(rows, np.int64)
         self._clock = 0
         self.blind, self.usual = np.zeros(batches), self.sizes.astype(float)
         self.tried = np.zeros((PROPOSERS, batches), bool)
         self._restart(self.every)
-        self._schedule()
+        self.schedule()
 
-    def _laws(self, kinds: Sequence[Kind]) -> None:
-        """Make the tables of every task that occurs."""
-        names = list(dict.fromkeys(name for kind in kinds for name in kind.names))
-        laws = [tasks()[name].law for name in names]
-        self.task_count = len(names)
-        self._odds = place_log_odds(laws, DEPTH).astype(_F32)
-        self._match_rate = np.array([law.match_rate for law in laws], _F32)
-        self._shift_sd = np.array([law.shift_sd for law in laws], _F32)
-        self._phase = np.array([law.phase_shift for law in laws], _F32)
-        self._bent = np.zeros((len(kinds), self.task_count, PROPOSERS), _F32)
-        self._index = {name: i for i, name in enumerate(names)}
-
-    def _pools(self, kinds: Sequence[Kind]) -> None:
-        """Lay the pools of all kinds beside one another: i64 [kinds, 3, POOL]."""
-        unique = list({id(kind): kind for kind in kinds}.values())
-        place = {id(kind): i for i, kind in enumerate(unique)}
-        self._pool_of = np.array([place[id(kind)] for kind in kinds])
-        of_name = [np.array([self._index[name] for name in kind.names]) for kind in unique]
-        self._pool = np.array(
-            [
-                (index[kind.task], kind.prompt_tokens, kind.output_tokens)
-                for index, kind in zip(of_name, unique, strict=True)
-            ]
+    def _priced(self, kinds: Sequence[Kind]) -> None:
+        models = list({id(kind.costs): kind.costs for kind in kinds}.values())
+        self.costs = FastCosts(
+            models,
+            np.array([next(i for i, m in enumerate(models) if m is k.costs) for k in kinds]),
+            TOKEN_BUDGET + int(self.sizes.max()) * (DEPTH + 1),
+            TOKEN_BUDGET,
         )
-        self.catches_up = np.array([kind.catches_up for kind in kinds])
 
     def _restart(self, batches: Array) -> None:
-        """Begin some batches anew: other costs and laws, every request somewhere in its output."""
+        """Begin some batches anew: other costs and laws, other requests."""
         n, rng = len(batches), self.rng
         scales = self.costs.scales
         for table in (scales.verify, scales.draft, scales.medusa):
             table[batches] = np.exp(self.vary * rng.standard_normal(n))
-        self._bent[batches] = self.vary * rng.standard_normal((n, self.task_count, PROPOSERS))
         self.blind[batches] = rng.random(n) if self.vary else 0.0
         self.tried[:, batches] = False
         self.usual[batches] = self.sizes[batches]
         own_tasks = (batches[:, None] * self.task_count + np.arange(self.task_count)).ravel()
         self.tracker.begin_batches(batches, own_tasks)
-        rows = np.flatnonzero(np.isin(self.batch, batches))
-        self._begin(rows)
-        self.output[rows] = 1 + (rng.random(len(rows)) * (self.length[rows] - 1)).astype(np.int64)
-        self.pending[rows] = 0
-        self._look_up(rows)
+        self.luck.restart(self, batches, np.flatnonzero(np.isin(self.batch, batches)))
 
-    def _begin(self, rows: Array) -> None:
-        """Draw new requests into rows."""
-        n, rng = len(rows), self.rng
-        drawn = self._pool[self._pool_of[self.batch[rows]], :, rng.integers(0, POOL, n)]
-        self.task[rows], self.prompt[rows], self.length[rows] = drawn.T
-        self.output[rows] = 0
-        self.pending[rows] = self.lag[rows] = self.prompt[rows]
-        self.match[rows], self.recent[rows] = 0, 1.0
-        self._own[rows] = self._shift_sd[self.task[rows]] * rng.standard_normal(n, _F32)
-        self._high[rows] = rng.random(n) < 0.5
-        self._until[rows] = rng.geometric(1.0 / PHASE_TOKENS, n)
+    def begin(self, rows: Array) -> None:
+        """Let the next requests into free rows; what of their prompts is cached is not computed."""
+        self.length[rows] = self.output[rows] = self.pending[rows] = 0
+        rows = self.luck.begin(self, rows)
+        self.pending[rows] = self.prompt[rows] - self.cached[rows]
+        self.lag[rows] = self.prompt[rows]
+        self.recent[rows], self.began[rows] = 1.0, True
         self._order[rows] = self._clock
         self.tracker.begin(rows)
 
-    def _schedule(self) -> None:
-        """Share the token budget: one token for each row that decodes, then prompts by age."""
-        self.decodes = self.pending == 0
+    def schedule(self) -> None:
+        """Look matches up and share the token budget: decoding rows first, then prompts by age.
+
+        A prompt of which one token is left is a row that decodes, as in the scheduler.
+        """
+        self.decodes = (self.pending <= 1) & (self.length > 0)
+        self.match = self.luck.match(self, self.decodes)
         self.chunk = self.decodes.astype(np.int64)
-        self.decoding = np.add.reduceat(self.chunk, self._first)
-        rows = np.flatnonzero(~self.decodes)
-        if len(rows):
-            rows = rows[np.lexsort((rows, self._order[rows], self.batch[rows]))]
-            batch, need = self.batch[rows], self.pending[rows]
-            before = np.cumsum(need) - need
-            first = np.searchsorted(batch, batch)
-            room = (TOKEN_BUDGET - self.decoding)[batch] - (before - before[first])
-            self.chunk[rows] = np.clip(room, 0, need)
-        self.emits = self.decodes | (self.chunk == self.pending)
+        self.decoding = self.sums(self.chunk)
+        self._share(np.flatnonzero(self.pending > 1))
+        self.emits = (self.chunk > 0) & (self.chunk >= self.pending)
         self.max_k = np.where(self.decodes, np.minimum(self.length - self.output - 1, DEPTH), 0)
         computed = np.where(self.decodes, self.prompt + self.output - 1, self.prompt - self.pending)
         self.computed = np.where(self.chunk > 0, computed, 0)
-        self.kv_tokens = np.add.reduceat(self.computed, self._first)
-        self.fed = np.add.reduceat(self.chunk, self._first)
+        self.kv_tokens = self.sums(self.computed)
+        self.fed = self.sums(self.chunk)
+
+    def _share(self, rows: Array) -> None:
+        """Give prompts what decoding rows leave of the budget."""
+        if not len(rows):
+            return
+        rows = rows[np.lexsort((rows, self._order[rows], self.batch[rows]))]
+        batch, need = self.batch[rows], self.pending[rows]
+        before = np.cumsum(need) - need
+        first = np.searchsorted(batch, batch)
+        room = (TOKEN_BUDGET - self.decoding)[batch] - (before - before[first])
+        self.chunk[rows] = np.clip(room, 0, need)
 
     def allowed(self) -> Array:
         """Return bool [rows, actions]: what each row may do in the next step."""
@@ -186,110 +176,34 @@ class FastLoop:
         k = np.minimum(k, self.max_k)
         k = np.where((proposer == 0) | ((proposer == NGRAM) & (self.match <= 0)), 0, k)
         who = np.where(k > 0, proposer, 0).astype(np.intp)
-        coins = self.rng.random((len(k), DEPTH), _F32)
-        drafts = np.flatnonzero(k)
-        accepted = np.zeros(len(k), np.int64)
-        accepted[drafts] = np.minimum(self._held(drafts, who[drafts], coins[drafts]), k[drafts])
-        emitted = np.where(self.emits, accepted + 1, 0)
-        done = self._price(who, k, emitted)
-        self._learn(who, k, accepted, emitted, coins)
-        decoding = np.add.reduceat(self.emits.astype(np.int64), self._first)
-        shares = np.stack(
-            [self._count(who == p) / np.maximum(decoding, 1) for p in (1, 2, 3)]
-            + [np.maximum.reduceat(np.where(who == DRAFT_MODEL, k, 0), self._first) / DEPTH],
-            axis=1,
-        )
-        self.tracker.ran(done.tokens, done.net_ms, decoding, shares)
-        self._advance(who, k, emitted)
+        self.luck.flip(self)
+        done = self.run(who, Drafted(k, k, k))
+        self._learn(who, k, done)
+        self.advance(who, k, done)
+        self.turn()
         return done
 
-    def _count(self, which: Array) -> Array:
-        return np.add.reduceat(which.astype(np.int64), self._first)
+    def run(self, who: Array, drafted: Drafted) -> Stepped:
+        """Return what a step accepts and takes; `who` [rows] is NONE where nothing was asked."""
+        drafts = np.flatnonzero(drafted.verified)
+        accepted = np.zeros(len(who), np.int64)
+        held = self.luck.held(self, drafts, who[drafts])
+        accepted[drafts] = np.minimum(held, drafted.verified[drafts])
+        return priced(self, who, drafted, accepted)
 
-    def _shift(self, rows: Array) -> Array:
-        """Return f32 [n, DEPTH]: each request's shift at the places of a draft that begins now."""
-        high = self._high[rows, None] ^ (np.arange(DEPTH) >= self._until[rows, None])
-        phase = self._phase[self.task[rows], None]
-        return self._own[rows, None] + np.where(high, phase, -phase)
+    def sums(self, values: Array) -> Array:
+        """Return the sum of values [rows], numbers or bool, over each batch."""
+        found: Array = np.add.reduceat(np.asarray(values, np.int64), self._first)
+        return found
 
-    def _held(self, rows: Array, who: Array, coins: Array) -> Array:
-        """Return how many of DEPTH tokens drafted now would hold: uniform coins f32 [n, DEPTH]."""
-        task = self.task[rows]
-        odds = self._odds[task, who] + self._shift(rows)
-        odds += self._bent[self.batch[rows], task, who][:, None]
-        cold = self.output[rows, None] + np.arange(DEPTH) < COLD_TOKENS
-        right = coins * (1.0 + np.exp(-odds)) < np.where(cold, _F32(COLD_FACTOR), _F32(1.0))
-        return _LEADING[np.packbits(right, axis=1)[:, 0]]
-
-    def _price(self, who: Array, k: Array, emitted: Array) -> Stepped:
-        """Return what the step took, and what each row's draft added to it."""
-        costs, batch, every = self.costs, self.batch, self.every
-        tokens = self.fed + np.add.reduceat(k, self._first)
-        requests = np.add.reduceat(self.emits.astype(np.int64), self._first)
-        attention = costs.attention(every, requests, self.kv_tokens)
-        verify = costs.verify_ms(every, tokens, attention)
-        without = costs.verify_ms(batch, tokens[batch] - k, attention)
-        caused = verify[batch] - without
-        heads, lookups = self._count(who == MEDUSA), self._count(who == NGRAM)
-        of_passes, of_row = self._draft_ms(who, k)
-        caused += of_row
-        draft = of_passes.copy()
-        for rows, price, p in (
-            (heads, costs.medusa_ms, MEDUSA),
-            (lookups, costs.ngram_ms, NGRAM),
-        ):
-            took = price(every, rows)
-            draft += took
-            caused += np.where(who == p, (took - price(every, np.maximum(rows - 1, 0)))[batch], 0.0)
-        self.tried[[NGRAM, DRAFT_MODEL, MEDUSA]] |= (lookups > 0, of_passes > 0, heads > 0)
-        step_ms = verify + draft + costs.overhead_ms
-        prompts = self.fed - self.decoding
-        self.usual += _USUAL_WEIGHT * (tokens - prompts - self.usual)
-        with_prompts = costs.verify_ms(every, self.fed, attention)
-        plain = costs.verify_ms(every, self.decoding, attention)
-        net_ms = step_ms - np.where(prompts > 0, with_prompts - plain, 0.0)
-        emitted_by_batch = np.add.reduceat(emitted, self._first)
-        return Stepped(emitted, caused, emitted_by_batch, net_ms, step_ms)
-
-    def _draft_ms(self, who: Array, k: Array) -> tuple[Array, Array]:
-        """Return what the draft model takes, by batch, and what each row adds to it."""
-        mine = np.flatnonzero(who == DRAFT_MODEL)
-        batches, of_row = len(self.kinds), np.zeros(len(k))
-        if not len(mine):
-            return np.zeros(batches), of_row
-        batch, deep, kv = self.batch[mine], k[mine], self.computed[mine]
-        size = batches * (DEPTH + 1)
-        depth = np.bincount(batch * (DEPTH + 1) + deep, minlength=size).reshape(batches, -1)
-        rows = depth[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
-        owing = np.where(self.catches_up[batch], behind(self.lag[mine]), 0)
-        kv_sum, owed = (np.bincount(batch, x, batches) for x in (kv, owing))
-        owed = owed.astype(np.int64)
-        took = self._passes_ms(self.every, rows, kv_sum, owed)
-        fewer = rows[batch] - (np.arange(DEPTH) < deep[:, None])
-        without = self._passes_ms(batch, fewer, kv_sum[batch] - kv, owed[batch] - owing)
-        of_row[mine] = took[batch] - without
-        return took, of_row
-
-    def _passes_ms(self, batch: Array, rows: Array, kv_tokens: Array, owed: Array) -> Array:
-        """Return the time [n] of passes over rows [n, DEPTH]; the first reads what is owed."""
-        kv_of_row = (kv_tokens / np.maximum(rows[:, 0], 1))[:, None]
-        behind = np.where(np.arange(DEPTH) == 0, owed[:, None], 0)
-        took: Array = self.costs.draft_pass_ms(batch[:, None], rows, kv_of_row, behind).sum(axis=1)
-        return took
-
-    def _learn(self, who: Array, k: Array, accepted: Array, emitted: Array, coins: Array) -> None:
+    def _learn(self, who: Array, k: Array, done: Stepped) -> None:
         """Tell the tracker of drafts, and of the n-gram's guesses where others drafted.
 
         A guess is scored on the tokens of this step alone, where the engine waits for its end.
         """
         own = np.flatnonzero(k)
         told = np.flatnonzero(self.decodes & (self.match > 0) & (who != NGRAM))
-        # The n-gram's coins hang together with those of who drafted, by a Gaussian copula.
-        single = self.rng.standard_normal((len(told), DEPTH), _F32)
-        shared = ndtri(np.clip(coins[told], _F32(1e-6), _F32(1.0 - 1e-6)))
-        mixed = ndtr(_F32(COPULA) * shared + _F32(np.sqrt(1.0 - COPULA**2)) * single)
-        held = self._held(told, np.full(len(told), NGRAM), mixed)
-        seen = emitted[told]
+        held, seen = self.luck.guessed(self, told), done.emitted[told]
         rows = np.concatenate([own, told])
         shown = Shown(
             row=rows,
@@ -297,48 +211,42 @@ class FastLoop:
             task=self.batch[rows] * self.task_count + self.task[rows],
             proposer=np.concatenate([who[own], np.full(len(told), NGRAM)]),
             match_tokens=self.match[rows],
-            accepted=np.concatenate([accepted[own], np.minimum(held, seen)]),
+            accepted=np.concatenate([done.accepted[own], np.minimum(held, seen)]),
             seen=np.concatenate([k[own], np.minimum(np.minimum(held, seen) + 1, seen)]),
             output_tokens=self.output[rows],
         )
         self.tracker.learn(np.flatnonzero(self.chunk > 0), shown)
+        decoding = self.sums(self.emits)
+        shares = np.stack(
+            [self.sums(who == p) / np.maximum(decoding, 1) for p in (1, 2, 3)]
+            + [np.maximum.reduceat(np.where(who == DRAFT_MODEL, k, 0), self._first) / DEPTH],
+            axis=1,
+        )
+        self.tracker.ran(done.tokens, done.net_ms, decoding, shares)
 
-    def _advance(self, who: Array, k: Array, emitted: Array) -> None:
-        """Move every request on; what has ended makes room for the next."""
+    def advance(self, who: Array, kept: Array, done: Stepped) -> None:
+        """Move every request on by what it emitted."""
+        emitted = done.emitted
         self._clock += 1
-        self.pending -= np.where(self.decodes, 0, self.chunk)
+        self.pending = np.maximum(self.pending - self.chunk, 0)
         self.recent += np.where(self.emits, (1.0 - RECENT_DECAY) * (emitted - self.recent), 0.0)
-        # The draft model has read all but the last token, or but two where all its guesses held.
-        read = np.where(emitted > k, 2, 1)
-        self.lag = np.where((who == DRAFT_MODEL) & (k > 0), read, self.lag + emitted)
+        # The draft model has read its own guesses but the last, as far as they held.
+        read = np.minimum(done.accepted, np.maximum(kept - 1, 0))
+        self.lag = np.where(who == DRAFT_MODEL, emitted - read, self.lag + emitted)
         self.output += emitted
-        self._until -= emitted
-        turned = np.flatnonzero(self._until <= 0)
-        while len(turned):
-            self._high[turned] ^= True
-            self._until[turned] += self.rng.geometric(1.0 / PHASE_TOKENS, len(turned))
-            turned = turned[self._until[turned] <= 0]
-        ended = np.flatnonzero(self.output >= self.length)
-        if len(ended):
-            self._begin(ended)
-        self._look_up(np.arange(len(self.batch)))
+        self.luck.move(self, emitted)
+
+    def turn(self) -> None:
+        """Let the next requests into the rows of those that have ended, and schedule."""
+        self.began[:] = False
+        free = np.flatnonzero(self.output >= self.length)
+        if len(free):
+            self.begin(free)
         if self.life_steps:
             over = self.rng.random(len(self.kinds)) < 1.0 / self.life_steps
             if over.any():
                 self._restart(np.flatnonzero(over))
-        self._schedule()
-
-    def _look_up(self, rows: Array) -> None:
-        """Draw the n-gram's match lengths at the positions of now."""
-        n, task = len(rows), self.task[rows]
-        found = (self.rng.random(n, _F32) < self._match_rate[task]) & (self.pending[rows] == 0)
-        self.match[rows] = 0
-        rows, task = rows[found], task[found]
-        phase = self._phase[task]
-        odds = self._odds[task, NGRAM, 0] + self._bent[self.batch[rows], task, NGRAM]
-        odds += self._own[rows] + np.where(self._high[rows], phase, -phase)
-        noise = CONFIDENCE_NOISE * self.rng.standard_normal(len(rows), _F32)
-        self.match[rows] = match_length(odds + noise)
+        self.schedule()
 
     def plain_ms(self) -> Array:
         """Return what a step of every batch would take if all rows decoded and none drafted."""

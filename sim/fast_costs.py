@@ -1,7 +1,8 @@
 """The cost models of `costs.py` for many batches at once: dense tables instead of a search a step.
 
 Each batch names one of the models by index. Scales, [batches], change a machine a little: how much
-dearer its verified tokens are, its draft model, its Medusa heads.
+dearer its verified tokens are, its draft model, its Medusa heads; at 1 every time is the model's
+own to the last digit, for sums and products are made in the same order.
 """
 
 from __future__ import annotations
@@ -50,6 +51,18 @@ class _Passes:
         self.table = np.array([[c.rows_ms(t) for t in range(most + 1)] for c in costs])
         self.costs = list(costs)
 
+    def rows_ms(self, model: Array, rows: Array) -> Array:
+        """Return `PassCost.rows_ms` of rows i64."""
+        most = self.table.shape[1] - 1
+        ms: Array = self.table[model, np.minimum(rows, most)]
+        beyond = rows > most
+        if beyond.any():
+            model = np.broadcast_to(model, np.shape(rows))
+            for index, cost in enumerate(self.costs):
+                mine = beyond & (model == index)
+                ms[mine] = _rows_ms(cost, rows[mine])
+        return ms
+
     def attention(self, model: Array, requests: Array, kv_tokens: Array) -> Attention:
         """Return what attention takes, as `PassCost.attend_ms` has it; all of one shape."""
         model = np.broadcast_to(model, np.shape(requests))
@@ -63,6 +76,13 @@ class _Passes:
                 out.read_ms[mine] = _read_ms(cost, requests[mine], context)
                 out.row_ms[mine] = context * cost.row_context_ms
         return out
+
+
+def _rows_ms(cost: PassCost, rows: Array) -> Array:
+    x, y = np.array(cost.tokens), np.array(cost.ms)
+    i = np.clip(np.searchsorted(x, rows, side="right") - 1, 0, len(x) - 2)
+    ms: Array = y[i] + (y[i + 1] - y[i]) * (rows - x[i]) / (x[i + 1] - x[i])
+    return ms
 
 
 def _read_ms(cost: PassCost, requests: Array, context: Array) -> Array:
@@ -80,7 +100,8 @@ def _read_ms(cost: PassCost, requests: Array, context: Array) -> Array:
 class FastCosts:
     """Step times of many batches; `batch` says which each element of the other arrays is of.
 
-    most_tokens: of a step, drafts and prompts included; most_rows: of a draft pass.
+    most_tokens: of a step, drafts and prompts included; most_rows: of a draft pass, more take
+    longer to look up.
     """
 
     def __init__(
@@ -96,7 +117,6 @@ class FastCosts:
         self._pass_ms = np.array([m.draft_pass_ms for m in models])
         self._medusa = np.array([m.medusa for m in models])[self.model].T
         self._ngram = np.array([m.ngram for m in models])[self.model].T
-        self._most_rows = most_rows
 
     def padded(self, batch: Array, tokens: Array) -> Array:
         """Return the tokens that a step of `tokens` i64 really runs."""
@@ -112,20 +132,21 @@ class FastCosts:
         attention has one element a batch.
         """
         model = self.model[batch]
-        run = self._padded[model, tokens]
+        ms = self._target.table[model, self._padded[model, tokens]]
         first = self._target.table[model, 1]
-        took = first + self.scales.verify[batch] * (self._target.table[model, run] - first)
+        took = ms + (self.scales.verify[batch] - 1.0) * (ms - first)
         took = took + attention.ms(tokens, batch)
-        took = took * np.where(run != tokens, self._off_edge[model], 1.0)
+        off_edge = self._padded[model, tokens] != tokens
+        took = took * np.where(off_edge, self._off_edge[model], 1.0)
         return np.where(tokens > 0, took, 0.0)
 
     def draft_pass_ms(
         self, batch: Array, rows: Array, kv_of_row: Array, behind: Array | int = 0
     ) -> Array:
         """Return the time of one pass of the draft model over `rows` i64; 0 for none."""
-        run = np.minimum(rows + behind, self._most_rows)
+        run = rows + behind
         model = self.model[batch]
-        took = self._pass_ms[model] + self._draft.table[model, run]
+        took = self._pass_ms[model] + self._draft.rows_ms(model, run)
         kv = np.maximum(rows, 1) * kv_of_row
         took = took + self._draft.attention(model, rows, kv).ms(run)
         return np.where(run > 0, self.scales.draft[batch] * took, 0.0)

@@ -19,8 +19,14 @@ import numpy as np
 
 from parlay.policies.types import Array
 from parlay.sim.arrivals import Quantiles, Times, batches, correlated
-from parlay.sim.traces import BLOCK_TOKENS
-from parlay.sim.workload import Arrival, Lengths, MixedLengths, Workload, open_loop
+from parlay.sim.workload import (
+    BLOCK_TOKENS,
+    Arrival,
+    Lengths,
+    MixedLengths,
+    Workload,
+    open_loop,
+)
 
 TABLES = Path(__file__).parent / "data" / "workloads.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from parlay.policies.types import Array
 from parlay.sim.costs import TableCosts, load_costs
+from parlay.sim.episode import BLOCK_TOKENS
 from parlay.sim.load import arrivals_of
 from parlay.sim.scenario import Scenario
+from parlay.sim.workload import Arrival
 
 POOL = 4096
 """Requests of a stage to draw from."""
@@ -20,7 +23,8 @@ POOL = 4096
 class Kind:
     """A load to train on: costs, requests at once, and a pool of requests to draw from.
 
-    task, prompt_tokens, output_tokens [pool]; tasks by name in `names`.
+    task, prompt_tokens, output_tokens and cached_tokens [pool], those of the prompt not to compute;
+    tasks by name in `names`.
     """
 
     costs: TableCosts
@@ -29,6 +33,7 @@ class Kind:
     task: Array
     prompt_tokens: Array
     output_tokens: Array
+    cached_tokens: Array
     catches_up: bool
 
 
@@ -49,6 +54,16 @@ def kinds_of(scenario: Scenario, seed: int) -> list[Kind]:
         prompt = np.array([a.prompt_tokens for a in pool])
         output = np.array([a.output_tokens for a in pool])
         rows = stage.concurrency or round(float(scenario.arrivals["mean_concurrency"]))
-        task, prompt, output = (np.resize(column, POOL) for column in (task, prompt, output))
-        found.append(Kind(costs, rows, names, task, prompt, output, scenario.catches_up))
+        cached = cached_tokens(pool) if scenario.prefix_cache else np.zeros_like(prompt)
+        task, prompt, output, cached = (
+            np.resize(column, POOL) for column in (task, prompt, output, cached)
+        )
+        found.append(Kind(costs, rows, names, task, prompt, output, cached, scenario.catches_up))
     return found
+
+
+def cached_tokens(pool: Sequence[Arrival]) -> Array:
+    """Return how many prompt tokens of each request whole blocks of a prefix cache hold."""
+    shared = np.array([min(a.shared_prefix_tokens, a.prompt_tokens - 1) for a in pool])
+    cached: Array = shared // BLOCK_TOKENS * BLOCK_TOKENS
+    return cached

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from parlay.policies.types import PROPOSERS
+from parlay.sim.arrivals import Quantiles
 from parlay.sim.counterfactual import TraceLuck, read_traces
+from parlay.sim.feed import Arrivals
 from parlay.sim.fitted import azure_code, azure_conv, mooncake_conversation
 from parlay.sim.latent import Latents, Luck
+from parlay.sim.laws import Task
 from parlay.sim.scenario import Scenario, Stage
 from parlay.sim.traces import open_trace
 from parlay.sim.workload import (
     Arrival,
     Lengths,
+    MixedLengths,
+    Sizes,
     Workload,
     assigned,
     at_once,
@@ -36,7 +41,6 @@ _FILES = {
     "mooncake_conversation": "mooncake/conversation_trace.jsonl",
 }
 _SKIPPED_A_SEED = 101
-Arrivals = Callable[[Stage, int], Iterator[Arrival]]
 
 
 def arrivals_of(scenario: Scenario) -> Arrivals:
@@ -96,12 +100,22 @@ def check_trace(trace: str) -> None:
 
 def _closed(scenario: Scenario, stage: Stage, seed: int) -> Iterator[Arrival]:
     sizes = {
-        tag: Lengths.log_normal(
-            (*task.prompt, SHORTEST, LONGEST), (*task.output, SHORTEST, LONGEST)
-        )
-        for tag, task in scenario.catalogue.items()
+        tag: _prefixed(scenario, _lengths_of(task)) for tag, task in scenario.catalogue.items()
     }
     return closed_loop(stage.mix, sizes, seed)
+
+
+def _lengths_of(task: Task) -> Lengths:
+    return Lengths.log_normal((*task.prompt, SHORTEST, LONGEST), (*task.output, SHORTEST, LONGEST))
+
+
+def _prefixed(scenario: Scenario, own: Lengths) -> Sizes:
+    """Return the lengths of requests of which a share begins with a text that they all know."""
+    if not scenario.shared_prefix:
+        return own
+    share, tokens = scenario.shared_prefix["share"], scenario.shared_prefix["tokens"]
+    known = dataclasses.replace(own, shared=Quantiles.log_normal(tokens, 0.0, tokens, tokens))
+    return known if share >= 1.0 else MixedLengths((share, 1.0 - share), (known, own))
 
 
 def _named(trace: str, seed: int, mix: Mapping[str, float]) -> Workload:

@@ -31,7 +31,9 @@ class Scenario:
     starts whose steps are added up. arrivals: trace and mean_concurrency of an open loop. lengths:
     the trace whose lengths replace the tasks'. kv_requests: requests of full length that the cache
     holds (0: plenty). acceptance: a counterfactual trace to replay instead of the tasks, or a file
-    of fitted ones.
+    of fitted ones. prefix_cache: prompts that begin alike are computed once, as long as the cache
+    holds them; shared_prefix: share of a closed loop's requests that begin with a text of so many
+    tokens, before their own prompt.
     catches_up: the draft model pays for what it has not read.
     """
 
@@ -48,6 +50,8 @@ class Scenario:
     acceptance: str = ""
     arrivals: Mapping[str, Any] = field(default_factory=dict)
     lengths: Mapping[str, Any] = field(default_factory=dict)
+    prefix_cache: bool = False
+    shared_prefix: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -164,6 +168,12 @@ def _check(path: Path, scenario: Scenario) -> None:
         faults.append((bool(unknown), f"no task {', '.join(unknown)}: use {', '.join(tasks())}"))
         shares = list(stage.mix.values())
         faults.append((not shares or min(shares) <= 0, "a mix needs shares above 0"))
+    if scenario.shared_prefix:
+        own = scenario.shared_prefix
+        fits = set(own) == {"share", "tokens"} and 0.0 < own["share"] <= 1.0 <= own["tokens"]
+        faults.append((not fits, "shared_prefix needs a share above 0, up to 1, and tokens"))
+        from_trace = bool(scenario.arrivals or scenario.lengths)
+        faults.append((from_trace, "a trace has its own prefixes: leave shared_prefix out"))
     for wrong, text in faults:
         if wrong:
             raise ValueError(f"scenario {path}: {text}")

@@ -9,7 +9,7 @@ first row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from parlay.sim.trace_rows import (
@@ -25,10 +25,7 @@ from parlay.sim.trace_rows import (
     seconds,
     tokens,
 )
-from parlay.sim.workload import Arrival
-
-BLOCK_TOKENS = 512
-"""Tokens that a hash of a Mooncake trace stands for."""
+from parlay.sim.workload import BLOCK_TOKENS, Arrival
 
 _HASHES = 1 << 18
 _NEEDED = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -118,35 +115,37 @@ class ArrivalTrace:
             lines = Lines(self.path, file)
             for row in json_records(lines) if self.known.in_json else csv_records(lines):
                 try:
-                    time_s, task, prompt, output, shared = _fields(row, self.known, seen)
+                    found = _arrival(row, self.known, seen)
                 except ValueError as error:
                     raise lines.wrong(str(error)) from None
-                start_s = time_s if start_s is None else start_s
-                if time_s - start_s < last_s:
+                start_s = found.arrival_s if start_s is None else start_s
+                if found.arrival_s - start_s < last_s:
                     raise lines.wrong("earlier than the row before", "sort the rows by time")
-                last_s = time_s - start_s
-                if output:
-                    yield Arrival(last_s, task, prompt, output, shared)
+                last_s = found.arrival_s - start_s
+                if found.output_tokens:
+                    yield replace(found, arrival_s=last_s)
                 else:
                     self.skipped += 1
             if start_s is None:
                 raise lines.wrong("no row follows the header", "fetch the file again")
 
 
-def _fields(row: Row, known: Format, seen: SeenBlocks) -> tuple[float, str, int, int, int]:
-    """Return a row's time and its arrival's other fields; raises ValueError if it has not any."""
+def _arrival(row: Row, known: Format, seen: SeenBlocks) -> Arrival:
+    """Return a row's arrival, at the file's own time; raises ValueError if it is none."""
     columns = known.columns
     time_s = known.time_s(row, columns["arrival_s"])
     prompt = tokens(row, columns["prompt_tokens"], least=1)
     output = tokens(row, columns["output_tokens"], least=0)
     task, shared = str(row.get(columns.get("task", "")) or ""), 0
+    blocks: tuple[int, ...] = ()
     if known.hashes:
-        shared = min(prompt, BLOCK_TOKENS * seen.prefix(hashes(row, known.hashes)))
+        blocks = tuple(hashes(row, known.hashes))
+        shared = min(prompt, BLOCK_TOKENS * seen.prefix(list(blocks)))
     elif (column := columns.get("shared_prefix_tokens")) in row:
         shared = tokens(row, str(column), least=0)
     if shared > prompt:
         raise ValueError(f"{shared} tokens are shared of a prompt of {prompt}")
-    return time_s, task, prompt, output, shared
+    return Arrival(time_s, task, prompt, output, shared, blocks)
 
 
 def open_trace(

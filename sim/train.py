@@ -7,44 +7,41 @@ what they hold is the learner, not the loop: a run that goes on meets other requ
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from sb3_contrib import MaskablePPO
+from sb3_contrib import MaskablePPO, RecurrentPPO
 from stable_baselines3 import DQN, PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
-from torch import nn
 
 from parlay.policies.features import ACTION_NAMES, FEATURES, SCHEMA
 from parlay.policies.files import check_writable
-from parlay.policies.network import Network, save_network
-from parlay.policies.policy import make_policy
+from parlay.policies.network import save_network
 from parlay.sim.clone import clone, recorded
 from parlay.sim.env import Scaler, SlotVecEnv, fitted_scaler
-from parlay.sim.episode import run_episode
+from parlay.sim.export import actor_of, network_of, scores
 from parlay.sim.fast import FastLoop
 from parlay.sim.kinds import Kind, kinds_of
-from parlay.sim.load import arrivals_of
-from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
 
-ALGORITHMS = ("ppo", "maskable_ppo", "dqn")
+ALGORITHMS = ("ppo", "maskable_ppo", "dqn", "recurrent_ppo")
 CHECKPOINT_S = 120.0
 _ROWS = 1536
 """Request slots to train on at once, over all scenarios."""
 _LIFE_STEPS = 1500
 _SIZES = [64, 64]
+_MEMORY = 64
+"""Numbers that an LSTM keeps of each request, and again its outputs."""
 _ENDLESS = 10**12
 _SCALER_STEPS = 150
 _CLONE_STEPS = 400
-_SCORE_STEPS, _SCORE_SEED = 1000, 7_000_003
 _PPO: Mapping[str, Any] = {
     "n_steps": 16,
     "n_epochs": 4,
@@ -72,12 +69,17 @@ _LEAST_SHARE = 0.05
 _LEAST_MINIBATCH = 2048
 
 
+def _usual(algorithm: str) -> Mapping[str, Any]:
+    return _DQN if algorithm == "dqn" else _PPO
+
+
 @dataclass(slots=True, frozen=True)
 class Training:
     """What to train: one of ALGORITHMS, on scenarios, for minutes of wall clock, into a file.
 
     vary: how far costs (log) and acceptance (log-odds) differ between batches, one standard
-    deviation. clone: begin as the teacher of `clone.py`.
+    deviation. clone: begin as the teacher of `clone.py`. settings: of the learner, by name, instead
+    of the usual ones.
     """
 
     algorithm: str
@@ -88,15 +90,31 @@ class Training:
     vary: float = 0.3
     clone: bool = False
     tpot_target_ms: float = float("nan")
+    settings: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"no algorithm '{self.algorithm}'; use {', '.join(ALGORITHMS)}")
         if not self.minutes > 0.0 or self.seed < 0 or not self.vary >= 0.0:
             raise ValueError("minutes must be above 0, seed and vary at least 0")
-        if self.clone and self.algorithm == "dqn":
-            raise ValueError("a value network cannot be cloned: use --clone with a PPO")
+        if self.clone and self.algorithm not in ("ppo", "maskable_ppo"):
+            raise ValueError(f"{self.algorithm} cannot begin as a clone: ppo and maskable_ppo can")
+        usual = _usual(self.algorithm)
+        for name, value in self.settings.items():
+            if name not in usual:
+                raise ValueError(
+                    f"{self.algorithm} has no setting '{name}'; it has {', '.join(sorted(usual))}"
+                )
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number from 0, not {value}")
         check_writable(self.out)
+
+    @property
+    def learner(self) -> dict[str, Any]:
+        """Return the learner's settings, its own in place of the usual ones."""
+        usual = _usual(self.algorithm)
+        own = {name: type(usual[name])(value) for name, value in self.settings.items()}
+        return {**usual, **own}
 
     @property
     def checkpoint(self) -> Path:
@@ -125,7 +143,13 @@ def train(
         FastLoop(kinds, task.seed + 10**6, task.vary), _SCALER_STEPS, task.seed
     )  # fmt: skip
     env = SlotVecEnv(
-        kinds, task.seed + 1000 * starts, task.vary, _LIFE_STEPS, task.tpot_target_ms, scaler
+        kinds,
+        task.seed + 1000 * starts,
+        task.vary,
+        _LIFE_STEPS,
+        task.tpot_target_ms,
+        scaler,
+        ends=task.algorithm == "recurrent_ppo",
     )
     model = make_model(task, env)
     spent_s = 0.0
@@ -135,7 +159,7 @@ def train(
         model.num_timesteps, spent_s = int(saved["row_steps"]), float(saved["spent_s"])
     elif task.clone:
         seen, may, did = recorded(task.scenarios, _CLONE_STEPS, task.seed + 10**6)
-        clone(_actor(model), scaler(seen), may, did, task.seed)
+        clone(actor_of(model), scaler(seen), may, did, task.seed)
     watch = _Watch(task, env, starts, spent_s, progress)
     if spent_s < 60.0 * task.minutes:
         model.learn(_ENDLESS, watch, reset_num_timesteps=False)
@@ -158,14 +182,20 @@ def make_model(task: Training, env: SlotVecEnv) -> BaseAlgorithm:
         "tensorboard_log": str(task.out.with_suffix(".tb")) if has_board else None,
     }
     if task.algorithm == "dqn":
-        return DQN("MlpPolicy", env, policy_kwargs={"net_arch": _SIZES}, **_DQN, **common)
-    kind = MaskablePPO if task.algorithm == "maskable_ppo" else PPO
-    shape = {"net_arch": {"pi": _SIZES, "vf": _SIZES}}
-    rollout = _PPO["n_steps"] * env.num_envs
-    # An even part of a rollout: n_steps is a power of two.
-    parts = [n for n in (1, 2, 4, 8, 16) if n == 1 or rollout // n >= _LEAST_MINIBATCH]
+        return DQN("MlpPolicy", env, policy_kwargs={"net_arch": _SIZES}, **task.learner, **common)
+    shape: dict[str, Any] = {"net_arch": {"pi": _SIZES, "vf": _SIZES}}
+    rollout = task.learner["n_steps"] * env.num_envs
+    parts = [
+        n
+        for n in (1, 2, 4, 8, 16)
+        if rollout % n == 0 and (n == 1 or rollout // n >= _LEAST_MINIBATCH)
+    ]
     common["batch_size"] = rollout // parts[-1]
-    model: BaseAlgorithm = kind("MlpPolicy", env, policy_kwargs=shape, **_PPO, **common)
+    if task.algorithm == "recurrent_ppo":
+        shape |= {"lstm_hidden_size": _MEMORY, "enable_critic_lstm": False}
+        return RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=shape, **task.learner, **common)
+    kind = MaskablePPO if task.algorithm == "maskable_ppo" else PPO
+    model: BaseAlgorithm = kind("MlpPolicy", env, policy_kwargs=shape, **task.learner, **common)
     return model
 
 
@@ -187,10 +217,10 @@ class _Watch(BaseCallback):
     def _on_rollout_start(self) -> None:
         left = max(1.0 - self.spent_s() / (60.0 * self._task.minutes), _LEAST_SHARE)
         # The library's schedules count steps, of which nobody knows how many there will be.
-        settings = _DQN if self._task.algorithm == "dqn" else _PPO
+        settings = self._task.learner
         self.model.lr_schedule = lambda _: left * settings["learning_rate"]
         if hasattr(self.model, "ent_coef"):
-            self.model.ent_coef = left * _PPO["ent_coef"]
+            self.model.ent_coef = left * settings["ent_coef"]
 
     def _on_step(self) -> bool:
         now_s = time.monotonic()
@@ -250,28 +280,6 @@ def _load_checkpoint(task: Training) -> dict[str, Any]:
     return saved
 
 
-def _actor(model: BaseAlgorithm) -> list[nn.Module]:
-    """Return the layers from observation to logits (or to the values of actions)."""
-    policy: Any = model.policy
-    if isinstance(model, DQN):
-        return list(policy.q_net.q_net)
-    return [*policy.mlp_extractor.policy_net, policy.action_net]
-
-
-def network_of(model: BaseAlgorithm, scaler: Scaler, card: Mapping[str, Any]) -> Network:
-    """Return the actor as numpy arrays."""
-    layers = _actor(model)
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    return Network(
-        [layer.weight.detach().numpy().copy() for layer in linear],
-        [layer.bias.detach().numpy().copy() for layer in linear],
-        np.asarray(scaler.centre, np.float32),
-        np.asarray(scaler.scale, np.float32),
-        "relu" if any(isinstance(layer, nn.ReLU) for layer in layers) else "tanh",
-        card,
-    )
-
-
 def _export(task: Training, model: BaseAlgorithm, scaler: Scaler, spent_s: float) -> dict[str, Any]:
     """Write the network, score it in the engine's loop, and write it with its scores."""
     card: dict[str, Any] = {
@@ -280,6 +288,7 @@ def _export(task: Training, model: BaseAlgorithm, scaler: Scaler, spent_s: float
         "seed": task.seed,
         "vary": task.vary,
         "cloned": task.clone,
+        "settings": dict(task.settings),
         "minutes": round(spent_s / 60.0, 2),
         "row_steps": model.num_timesteps,
     }
@@ -287,24 +296,3 @@ def _export(task: Training, model: BaseAlgorithm, scaler: Scaler, spent_s: float
     card["tokens_per_s"] = {s.name: scores(s, task.out) for s in task.scenarios}
     save_network(task.out, network_of(model, scaler, card))
     return card
-
-
-def scores(scenario: Scenario, path: Path) -> dict[str, float]:
-    """Return goodput in the engine's loop, on a seed that nobody trains on, by policy."""
-    short = settled(scenario).shortened(min(_SCORE_STEPS, scenario.steps))
-    policies: dict[str, dict[str, str]] = {
-        "none": {},
-        "goodput": {},
-        "learned": {"path": str(path)},
-    }
-
-    def of(name: str) -> float:
-        episode = run_episode(
-            short,
-            lambda limits, _: make_policy(name, policies[name], limits),
-            arrivals_of(short),
-            _SCORE_SEED,
-        )
-        return round(episode.goodput, 1)
-
-    return {name: of(name) for name in policies}

@@ -18,6 +18,8 @@ import numpy as np
 from parlay.policies.types import Array
 from parlay.sim.arrivals import BLOCK, Quantiles, Stream, Times, draws, normals
 
+BLOCK_TOKENS = 512
+"""Tokens that one of an arrival's blocks stands for, as in Mooncake's traces."""
 _SAMPLE = 100_000
 """Most arrivals that are held at once, to measure a workload."""
 
@@ -25,7 +27,8 @@ _SAMPLE = 100_000
 @dataclass(slots=True, frozen=True)
 class Arrival:
     """One request as it comes: arrival_s from the workload's start, task tag, prompt and output
-    tokens, and how many of the prompt's first tokens an earlier request had too (prefix reuse).
+    tokens, and how many of the prompt's first tokens an earlier request had too (prefix reuse);
+    blocks: what a trace calls the blocks of BLOCK_TOKENS that the prompt begins with.
     """  # noqa: D205
 
     arrival_s: float
@@ -33,6 +36,7 @@ class Arrival:
     prompt_tokens: int
     output_tokens: int
     shared_prefix_tokens: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 Workload = Iterator[Arrival]

@@ -127,13 +127,12 @@ class SurvivalBudget(Stateless):
         margin = np.stack([self._margin.get(r, (0, unknown))[1] for r in view.request_id.tolist()])
         survival = np.zeros((len(view), PROPOSERS, self.k), np.float32)
         survival[:, DRAFT_MODEL] = np.cumprod(self.fit.chance(margin), axis=1)
-        calibration = np.tile(np.array([1.0, 0.0], np.float32), (PROPOSERS, 1))
-        # The plan has one line a proposer, the fit one a place: their mean ranks the tokens.
-        calibration[DRAFT_MODEL] = self.fit.weights.mean(axis=0)
+        lines = np.tile(np.array([[1.0], [0.0]], np.float32), (PROPOSERS, 1, self.k))
+        lines[DRAFT_MODEL] = self.fit.weights.T
         return dataclasses.replace(
             plan,
             survival=survival,
-            calibration=calibration,
+            calibration=lines if self.k > 1 else lines[:, :, 0],
             budget_tokens=self._budget(view, survival[:, DRAFT_MODEL]),
         )
 

@@ -7,7 +7,7 @@ Kept as the negative control: with the probabilities of the tokens that were dra
 as in the source, it is BIASED at temperature above 0. Whether a token is verified then hangs on
 which token it is, and the output no longer follows the target's law
 (tests/unit/policies/test_bias_controls.py). The engine hands over the largest probability of each
-place before its token is drawn, which is unbiased, and drafts no more than the capacity.
+place before its token is drawn, which is unbiased; all else is as in the source.
 """
 
 from __future__ import annotations

@@ -24,10 +24,12 @@ MAY_IMPORT = {
     "controller": {"controller", "policies"} | WIRE,
 }
 KNOW_THE_WIRE = {
+    "engine/bench_fleet.py",
     "engine/bench_rpc.py",
     "engine/remote.py",
     "engine/stats.py",
-    "engine/stats_cli.py",
+    "engine/stats_client.py",
+    "engine/stats_door.py",
 }
 TORCH_FREE = [
     "parlay.engine." + name

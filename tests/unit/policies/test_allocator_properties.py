@@ -109,7 +109,7 @@ def test_no_budget_is_exceeded_before_or_after_drafting() -> None:
         plan = dataclasses.replace(plan, token_value_ms=10.0 if seed % 5 else float("nan"))
         view = view_of(ids, bucket_edges=edges, max_k=rng.integers(0, 12, rows).astype(np.int32))
         fit = fit_plan(plan, view)
-        assert fit.k.sum() <= most
+        assert fit.verify_k.sum() <= most
         drafted = rng.integers(0, 9, rows).astype(np.int32)
         confidences = rng.random((rows, 8)).astype(np.float32)
         after = fit_plan(plan, view, drafted, confidences).verify_k

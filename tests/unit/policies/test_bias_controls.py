@@ -22,7 +22,6 @@ from parlay.policies.policy import EngineLimits, make_policy, registry
 from parlay.policies.types import (
     DRAFT_MODEL,
     NGRAM,
-    NO_BUDGET,
     Array,
     BatchView,
     Fitted,
@@ -65,7 +64,8 @@ def draft(plan: Plan, fit: Fitted, rng: np.random.Generator) -> Drafted:
         np.zeros(rows, np.int32), np.zeros((rows, depth), int), np.zeros((rows, depth, 2)),
         np.full((rows, depth), np.nan, np.float32), np.full((rows, depth), np.nan, np.float32),
     )  # fmt: skip
-    slope, offset = (1.0, 0.0) if plan.calibration is None else plan.calibration[DRAFT_MODEL]
+    lines = np.array([[1.0], [0.0]]) if plan.calibration is None else plan.calibration[DRAFT_MODEL]
+    slope, offset = lines.reshape(2, -1).mean(axis=1)
     alive, reach = np.ones(rows, bool), np.ones(rows)
     for place in range(depth):
         law = np.where(place > 0, AFTER[out.tokens[:, place - 1]], FIRST)
@@ -143,8 +143,7 @@ class World:
 
     def _step(self, view: BatchView) -> tuple[Array, Array]:
         plan = self.policy.decide(view)
-        # As deep as the policy asks, so that its budget has something to choose among.
-        fit = fit_plan(dataclasses.replace(plan, budget_tokens=NO_BUDGET), view)
+        fit = fit_plan(plan, view)
         drafted = draft(plan, fit, self.rng)
         told = drafted.own if self.own else drafted.peak
         verify_k = fit_plan(plan, view, drafted.count, told).verify_k

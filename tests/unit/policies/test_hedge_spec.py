@@ -126,7 +126,33 @@ def test_an_overlap_is_a_mean_acceptance_of_every_place_that_was_seen() -> None:
     nothing = np.zeros(1, np.int64)
     policy.observe(outcome_of(np.array([1]), nothing, nothing, nothing, 5, shown))
     expected = 1 + 0.4 + 0.4**2 + 0.4**3
-    assert policy.known.get(1)[1, 1] == pytest.approx(expected, rel=1e-5)
+    assert policy.known.get(1).latest[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_guess_values_every_round_it_reaches_over() -> None:
+    policy: Any = make_policy("hedge_spec", {"k": 3}, LIMITS)
+    policy.decide(view_of([1]))
+    policy.reported[:], policy.seen[:] = True, 1e9  # what is not seen never holds
+    ids, ngram = np.array([1], np.uint64), np.array([NGRAM])
+    decided = shadows(ids, np.array([DRAFT_MODEL]), np.array([2]), ShadowKind.MATCH)
+    for told, waiting in ((None, 1), (None, 2), (decided, 0)):
+        policy.observe(outcome_of(ids, ngram, np.array([1]), np.array([0]), 5, told))
+        assert len(policy.known.get(1).rounds) == waiting
+        again: Any = make_policy("hedge_spec", {"k": 3}, LIMITS)
+        again.load(policy.state())
+        for name, array in policy.state().items():
+            np.testing.assert_array_equal(again.state()[name], array, err_msg=name)
+    # Of the guess 2, 1 and 0 tokens were left to hold in the three rounds, of the n-gram's none.
+    assert policy.known.get(1).regret == pytest.approx([-1 / 3 - 1 / 6, 1 / 3 + 1 / 6], abs=1e-6)
+
+
+def test_a_proposer_that_is_never_scored_keeps_no_round_waiting() -> None:
+    policy: Any = make_policy("hedge_spec", {}, LIMITS)
+    policy.decide(view_of([1]))
+    ids, ngram = np.array([1], np.uint64), np.array([NGRAM])
+    policy.observe(outcome_of(ids, ngram, np.array([4]), np.array([4]), 5))
+    assert not policy.known.get(1).rounds
+    assert policy.known.get(1).regret[0] > 0.0
 
 
 def test_a_loaded_policy_draws_alike() -> None:

@@ -26,16 +26,18 @@ class Targeted:
     def decide(self, view: BatchView) -> Plan:
         view.tpot_target_ms[self.rows] = self.target_ms
         plan = self.inner.decide(view)
-        self.weights.append(self.inner._weight(view))
+        self.weights.append(self.inner._urgency(view))
         return plan
 
     def observe(self, outcome: StepOutcome) -> None:
         self.inner.observe(outcome)
 
 
-def test_without_targets_or_scarcity_it_plans_as_goodput_does() -> None:
+def test_a_request_alone_without_target_or_scarcity_it_plans_for_as_goodput_does() -> None:
     pilot, goodput = unguarded(), make_policy("goodput", {}, LIMITS)
-    plays = [play(policy, TAGS, 60) for policy in (pilot, goodput)]
+    # As if every rung had been taken.
+    pilot.staircase.tries[:], pilot.staircase.seen = 99, np.ones((24, 3))
+    plays = [play(policy, ["chat"], 60) for policy in (pilot, goodput)]
     for one, other in zip(plays[0].plans, plays[1].plans, strict=True):
         assert (one.proposer == other.proposer).all()
         assert (one.k == other.k).all()
@@ -88,7 +90,21 @@ def test_nobody_waits_for_ever_while_others_draft() -> None:
     view = view_of([make_request(1, n, "chat") for n in range(3)], 0)
     policy.decide(view)
     policy._waited[:] = [0, 9, 10]
-    assert policy._weight(view).tolist() == [1.0, 1.0, 8.0]
+    assert policy._urgency(view).tolist() == [1.0, 1.0, 8.0]
+
+
+def test_a_request_whose_tokens_come_one_by_one_counts_more() -> None:
+    policy = unguarded()
+    play(policy, ["logs", "hostile"] * 4, 120)
+    view = view_of([make_request(0, n, "chat") for n in range(2)], 0)
+    policy._keep(view.request_id)
+    assert policy._need().tolist() == [1.0, 1.0], "nothing is known of them"
+    policy._pace_ms[:] = [1.0, 3.0]
+    assert policy._need() == pytest.approx([0.5**0.75, 1.5**0.75])
+    policy._pace_ms[:] = [1.0, np.nan]
+    assert policy._need().tolist() == [1.0, 1.0]
+    policy._pace_ms[:] = [1.0, 999.0]
+    assert policy._need().min() == pytest.approx(0.2**0.75)
 
 
 def test_the_guard_is_around_it_unless_it_is_off() -> None:

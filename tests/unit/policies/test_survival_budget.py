@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,18 @@ def test_dear_tokens_are_verified_where_they_will_hold() -> None:
     assert cheap_easy > 0.95
     assert dear_hard < cheap_hard
     assert dear_easy > dear_hard + 0.3
+
+
+def test_tokens_are_ranked_by_their_own_places_line() -> None:
+    policy: Any = make_policy("survival_budget", {"k": 2}, LIMITS)
+    policy.fit.fits, policy.fit.weights = 3, np.array([[1.0, 2.0], [1.0, -2.0]])
+    view, both = view_of([1, 2]), np.array([2, 2])
+    plan = dataclasses.replace(policy.decide(view), budget_tokens=2)
+    confidences = np.array([[0.9, 0.9], [0.4, 0.4]], np.float32)
+    assert fit_plan(plan, view, both, confidences).verify_k.tolist() == [1, 1]
+    assert plan.calibration is not None
+    mean = dataclasses.replace(plan, calibration=plan.calibration.mean(axis=2))
+    assert fit_plan(mean, view, both, confidences).verify_k.tolist() == [2, 0]
 
 
 def test_the_fit_finds_each_places_line() -> None:

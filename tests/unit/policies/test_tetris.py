@@ -10,9 +10,13 @@ import pytest
 from tests.unit.policies.synthetic import LIMITS
 from tests.unit.policies.test_allocate import view_of
 
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import SamplingParams, SpeculationParams
+from parlay.engine.step import Engine
+from parlay.engine.virtual import Hazards, Task, VirtualBackend
 from parlay.policies.allocate import fit_plan
-from parlay.policies.policy import make_policy
-from parlay.policies.types import Array
+from parlay.policies.policy import EngineLimits, make_policy
+from parlay.policies.types import Array, Proposer
 
 
 def by_heap(own: Array, drafted: Array, capacity_tokens: int) -> list[int]:
@@ -39,6 +43,22 @@ def test_a_full_step_verifies_what_the_heap_takes() -> None:
         own = rng.uniform(0.05, 0.95, (rows, 4))
         verify_k = fit_plan(plan, view, drafted, own).verify_k
         assert verify_k.tolist() == by_heap(own, drafted, capacity_tokens), seed
+
+
+def test_the_engine_drafts_all_and_verifies_what_fits() -> None:
+    limits = EngineLimits(0b0101, 8)
+    planner = LocalPlanner(make_policy("tetris", {"k": 4, "capacity_tokens": 6}, limits))
+    task = Task({Proposer.DRAFT_MODEL: (0.7,)}, match_rate=0.0)
+    engine = Engine(VirtualBackend(Hazards({"chat": task}), engine=limits), planner)
+    for _ in range(4):
+        engine.add([1] * 5, SamplingParams(max_tokens=60), SpeculationParams(task="chat"))
+    full = 0
+    for _ in range(8):
+        outcome = engine.step()
+        assert outcome is not None
+        assert outcome.verified_k.sum() <= 6
+        full += bool(outcome.drafted_k.sum() == 16 and outcome.verified_k.sum() == 6)
+    assert full >= 5
 
 
 @pytest.mark.parametrize(

@@ -129,3 +129,20 @@ def test_what_cannot_be_is_one_line(
         assert out == ""
         assert text in err
         assert err.count("\n") == 1
+
+
+def test_a_truncated_log_is_one_line_and_nothing_is_written(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    whole = next(iter(sorted(log.glob("*.parquet"))))
+    data = whole.read_bytes()
+    (cut / whole.name).write_bytes(data[: len(data) // 2])
+    out = tmp_path / "out.json"
+    assert cli.run(["evaluate", str(cut), "--policy", "none", "--json", str(out)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert whole.name in printed.err
+    assert printed.err.count("\n") == 1
+    assert not out.exists()

@@ -38,11 +38,11 @@ def test_costs_are_those_of_the_cost_models() -> None:
         found = load_costs(name)
         assert isinstance(found, TableCosts)
         models.append(found)
-    costs, batch = FastCosts(models, np.arange(3), 3000, 400), np.arange(3)
+    costs, batch = FastCosts(models, np.arange(3), 3000, 60), np.arange(3)
     rng = np.random.default_rng(0)
     for _ in range(100):
         tokens, requests, rows = (rng.integers(0, most, 3) for most in (2500, 200, 100))
-        kv, behind = rng.integers(0, 200_000, 3), rng.integers(0, 100, 3)
+        kv, behind = rng.integers(0, 200_000, 3), rng.integers(0, 9000, 3)
         attention = costs.attention(batch, requests, kv)
         verify = costs.verify_ms(batch, tokens, attention)
         passes = costs.draft_pass_ms(batch, rows, kv / np.maximum(rows, 1), behind)
@@ -59,10 +59,9 @@ def test_costs_are_those_of_the_cost_models() -> None:
                 catch_up_tokens=int(behind[i]),
             )
             took = model.time(work)
-            assert verify[i] == pytest.approx(took.verify_ms, rel=1e-9)
-            np.testing.assert_allclose(
-                took.draft_ms, [0.0, lookups[i], passes[i], heads[i]], rtol=1e-5
-            )
+            assert verify[i] == took.verify_ms
+            drafting = np.array([0.0, lookups[i], passes[i], heads[i]], np.float32)
+            np.testing.assert_array_equal(took.draft_ms, drafting)
 
 
 @pytest.mark.parametrize("name", ["mixed", "small_gpu"])
@@ -101,7 +100,7 @@ def test_prompts_share_the_budget_and_requests_keep_their_length() -> None:
 def test_older_prompts_are_computed_first() -> None:
     loop = FastLoop(kinds("mixed"), seed=0)
     loop.pending[:4], loop._order[:4] = 1500, [3, 1, 2, 0]
-    loop._schedule()
+    loop.schedule()
     room = TOKEN_BUDGET - (len(loop.batch) - 4)
     assert loop.chunk[:4].tolist() == [0, room - 1500, 0, 1500]
 

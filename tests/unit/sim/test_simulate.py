@@ -137,3 +137,30 @@ def test_a_wrong_option_is_one_line_and_a_status(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_faulty_input_is_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{0.1 * i},{50 + i},{30}" for i in range(40)]
+    rows[24] = "2.4,74,many"
+    trace, costs = tmp_path / "t.csv", tmp_path / "costs.json"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    costs.write_text('{"source": "a guess", "bucket_edges": [8, 4]}')
+    recorded = tmp_path / "r.jsonl"
+    recorded.write_text('{"id": "a", "task": "chat"\n')
+    out, page = tmp_path / "out", tmp_path / "page"
+    out.mkdir()
+    for asked, said in (
+        (["--trace", str(trace)], f"{trace}:26: output_tokens must be a whole number"),
+        (["--costs", str(costs)], "bucket_edges must ascend"),
+        (["--acceptance", str(recorded)], f"{recorded}:1"),
+    ):
+        argv = ["--scenario", small, "--policy", "none", "--workers", "1", "--steps", "200"]
+        argv += ["--json", str(out / "rows.json"), "--report", str(page), *asked]
+        assert parlay(["simulate", *argv]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert not page.exists()
+        assert not list(out.iterdir())

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlay.sim.traces import BLOCK_TOKENS, SeenBlocks, open_trace
-from parlay.sim.workload import Arrival
+from parlay.sim.traces import SeenBlocks, open_trace
+from parlay.sim.workload import BLOCK_TOKENS, Arrival
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +19,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, PROPOSER_OF
-from parlay.policies.network import load_network
+from parlay.policies.network import load_network, save_network
 from parlay.policies.policy import make_policy
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE
 from parlay.sim import train as training
 from parlay.sim.clone import clone, nearest_actions, recorded
 from parlay.sim.env import SlotVecEnv
 from parlay.sim.episode import run_episode
+from parlay.sim.export import COMPARED, network_of
 from parlay.sim.kinds import kinds_of
 from parlay.sim.load import arrivals_of
 from parlay.sim.scenario import load_scenario
-from parlay.sim.train import Training, make_model, network_of, train
+from parlay.sim.train import Training, make_model, train
 
 
 def task(
@@ -41,15 +45,16 @@ def test_what_cannot_be_trained_is_said_at_once(tmp_path: Path) -> None:
         task(tmp_path / "n", "sac")
     with pytest.raises(ValueError, match="minutes must be above 0"):
         task(tmp_path / "n", minutes=0.0)
-    with pytest.raises(ValueError, match="cannot be cloned"):
-        task(tmp_path / "n", "dqn", clone=True)
+    for algorithm in ("dqn", "recurrent_ppo"):
+        with pytest.raises(ValueError, match=f"{algorithm} cannot begin as a clone"):
+            task(tmp_path / "n", algorithm, clone=True)
     with pytest.raises(ValueError, match=r"cannot write .*folder that can be written"):
         task(tmp_path / "missing" / "n")
     with pytest.raises(ValueError, match="nothing to resume"):
         train(task(tmp_path / "n"), resume=True)
 
 
-@pytest.mark.parametrize("algorithm", training.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["ppo", "maskable_ppo", "dqn"])
 def test_the_exported_network_says_what_the_learner_says(tmp_path: Path, algorithm: str) -> None:
     job = task(tmp_path / "n", algorithm)
     env = SlotVecEnv(kinds_of(job.scenarios[0], 0) * 2, seed=1)
@@ -63,6 +68,33 @@ def test_the_exported_network_says_what_the_learner_says(tmp_path: Path, algorit
     assert logits.shape == (4, len(ACTION_NAMES))
     action, _ = model.predict(seen, deterministic=True)
     np.testing.assert_array_equal(action, logits.argmax(axis=1))
+
+
+def test_the_exported_memory_is_the_learners(tmp_path: Path) -> None:
+    job = task(tmp_path / "n", "recurrent_ppo")
+    env = SlotVecEnv(kinds_of(job.scenarios[0], 0) * 3, seed=1, ends=True)
+    model = make_model(job, env)
+    for name, weights in model.policy.named_parameters():
+        nn.init.normal_(weights, std=0.3 if "weight" in name else 0.1)
+    save_network(job.out, network_of(model, env.scaler, {}))
+    network = load_network(job.out)
+    assert network.lstm is not None
+    starts, states, ended = np.ones(6, bool), None, 0
+    seen: Any = env.reset()
+    memory = np.zeros((2, 6, network.lstm.size), np.float32)
+    for _ in range(80):
+        memory[:, starts] = 0.0
+        logits, memory = network.recall(seen, memory)
+        action, states = model.predict(seen, states, starts, deterministic=True)
+        np.testing.assert_array_equal(action, logits.argmax(axis=1))
+        assert states is not None
+        np.testing.assert_allclose(memory[0], states[0][0], atol=1e-5)
+        before = env.loop.length - env.loop.output
+        seen, _, starts, _ = env.step(action)
+        # A request that ends is an episode that ends, and no other.
+        assert (before[starts] <= 9).all()
+        ended += int(starts.sum())
+    assert ended > 0
 
 
 def test_a_teachers_action_becomes_the_nearest_that_may_be_done() -> None:
@@ -99,7 +131,7 @@ def test_what_was_trained_for_seconds_runs_an_episode(tmp_path: Path, algorithm:
     card = train(job, progress=lambda *what: told.append(what), rows=64)
     assert told[-1][1] > 0
     assert card["row_steps"] > 0
-    assert set(card["tokens_per_s"]["chat_low"]) == {"none", "goodput", "learned"}
+    assert set(card["tokens_per_s"]["chat_low"]) == set(COMPARED)
     assert load_network(job.out).card == card
     scenario = load_scenario("mixed").shortened(100)
     episode = run_episode(
@@ -142,6 +174,34 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     job.checkpoint.write_bytes(b"PK" + job.checkpoint.read_bytes()[:500])
     with pytest.raises(ValueError, match="damaged"):
         train(again, resume=True)
+
+
+@pytest.mark.train
+def test_a_run_killed_at_once_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "n.safetensors"
+    job = task(out, minutes=5.0)
+    code = (
+        "import sys; from pathlib import Path; from parlay.sim import train as t;"
+        "from parlay.sim.scenario import load_scenario as load;"
+        "t.CHECKPOINT_S = 0.0; s = load('chat_low').shortened(60);"
+        "t.train(t.Training('maskable_ppo', (s,), 5.0, 0, Path(sys.argv[1])), rows=64)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(out)])
+    try:
+        while not job.checkpoint.exists():
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.05)
+        time.sleep(0.5)
+    finally:
+        process.kill()
+        process.wait()
+    assert not out.exists()
+    before = torch.load(job.checkpoint, weights_only=True)
+    card = train(
+        dataclasses.replace(job, minutes=before["spent_s"] / 60.0 + 0.02), resume=True, rows=64
+    )
+    assert card["row_steps"] > before["row_steps"] > 0
+    assert load_network(out).card == card
 
 
 @pytest.mark.train

@@ -1,0 +1,161 @@
+"""A short ladder of token counts for an engine that starts: what verifying more tokens would take.
+
+A plan made before anything was measured sees the steps that it asks for, and those only: where its
+prior says that tokens are dear it stays below a knee it has never met. So where a deeper plan would
+win if the curve went on half as steeply as it is thought to, the next step verifies up to twice the
+tokens of any before it; and where a plan gains so little that a cheaper plain step could overturn
+it, one step drafts nothing. A rung is taken twice at most. All of them may cost a few steps, and
+a small share of the time where batches grow later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from parlay.policies.cost import KV_UNIT, TOKENS_UNIT, Line, padded
+from parlay.policies.solver import Allocation, StepCosts, best_plan, no_speculation, priced
+from parlay.policies.types import Array, BatchView, StepOutcome
+
+_RUNG = 2.0
+_HOPE = 0.5
+"""Of the slope so far: the curve is at most so flat beyond what was seen."""
+_NEAR = 1.25
+"""Token counts nearer than this teach the same."""
+_SMALL_GAIN = 1.25
+_TRIES = 2
+_GRANT_STEPS, _SHARE = 3.0, 0.001
+"""What rungs may cost, as estimated: so many steps, and of the time elapsed."""
+_FIRST_REST, _LAST_REST = 1, 64
+_TEACHING_STEPS, _LEAST_SEEN, _SPREAD = 24, 3, 1.5
+_KV_SHARE, _STEEPEST, _SD = 0.2, 32.0, 0.15
+"""The shape taken: KV and, at most, 32 tokens against a step of one token; its relative sd."""
+_SLOTS = 24
+"""Rungs are counted by the half powers of two."""
+
+
+class Staircase:
+    """Says which rung is due, if any; rests for longer each time that none is."""
+
+    def __init__(self) -> None:
+        self.tries = np.zeros(_SLOTS, np.int64)
+        self.seen = np.zeros((0, 3))
+        self.rest_steps, self.left = _FIRST_REST, 0
+        self.elapsed_ms = self.spent_ms = self.mean_ms = 0.0
+
+    def due(self) -> bool:
+        """Count a step; return whether it is one in which to look."""
+        self.left -= 1
+        return self.left < 0
+
+    def observe(self, outcome: StepOutcome, line: Line) -> None:
+        """Hear what a step took; the first ones teach `line`, the verify line, another shape."""
+        step_ms = outcome.step_ms
+        if math.isfinite(step_ms) and step_ms > 0.0:
+            self.elapsed_ms += step_ms
+            self.mean_ms += (step_ms - self.mean_ms) / 8.0 if self.mean_ms else step_ms
+        plain = not outcome.prefill_tokens and 0 < outcome.verify_ms < math.inf
+        if len(self.seen) < _TEACHING_STEPS and plain and outcome.padded_tokens:
+            one = (outcome.padded_tokens, outcome.kv_tokens, outcome.verify_ms)
+            self.seen = np.concatenate([self.seen, [one]])
+            self.teach(line)
+
+    def teach(self, line: Line) -> None:
+        """Give the verify line the shape of the first steps, once they differ enough in tokens.
+
+        Its own prior is one of all machines, with a unit that goes by the steps seen: where those
+        are of many tokens and the curve is flat, some hundred steps do not overrule it.
+        """
+        tokens, kv_tokens, ms = self.seen.T
+        if len(ms) < _LEAST_SEEN or tokens.max() < _SPREAD * tokens.min():
+            return
+        x = np.stack([1.0 + _KV_SHARE * kv_tokens / KV_UNIT, tokens / TOKENS_UNIT], axis=1)
+        x /= ms[:, None]
+        near = np.ones(len(ms), bool)
+        for _ in range(2):  # a spike teaches nothing
+            fixed, each = np.linalg.lstsq(x[near], np.ones(int(near.sum())), rcond=None)[0]
+            miss = np.abs(x @ (fixed, each) - 1.0)
+            near = miss <= 3.0 * np.median(miss) + 1e-9
+        slope = min(max(each, 0.0) / max(fixed, 1e-3 * float(ms.min())), _STEEPEST)
+        line.shape = np.array([1.0, slope, _KV_SHARE, line.shape[3]])
+        line.sd = np.array([_SD, _SD * max(slope, _SD), *line.sd[2:]])
+
+    def rung(
+        self, view: BatchView, worth: Array, costs: StepCosts, emits: float, best: Allocation,
+        taught: Array,
+    ) -> Allocation | None:  # fmt: skip
+        """Return the step that teaches most, None where it could change no decision.
+
+        worth f64 [rows, PROPOSERS, K], costs and emits: as `best` was chosen by. taught: token
+        counts of steps so far.
+        """
+        allowed_ms = _GRANT_STEPS * self.mean_ms + _SHARE * self.elapsed_ms
+        fed = np.arange(len(view), len(view) + len(costs.verify_ms))
+        tokens = padded(fed, view.bucket_edges)
+        known = taught[(taught >= tokens[0] / _NEAR) & (taught <= tokens[-1] * _NEAR)]
+        if len(known) and self.spent_ms < allowed_ms:
+            for found in (
+                self._down(len(view), tokens, costs, emits, best, known),
+                self._up(tokens, worth, costs, emits, best, known),
+            ):
+                if found is not None and self._take(tokens, found, best, allowed_ms):
+                    return found
+        self.left, self.rest_steps = self.rest_steps, min(2 * self.rest_steps, _LAST_REST)
+        return None
+
+    def _down(
+        self, rows: int, tokens: Array, costs: StepCosts, emits: float, best: Allocation,
+        known: Array,
+    ) -> Allocation | None:  # fmt: skip
+        """Return a plain step where none was seen and a gain is small."""
+        none = no_speculation(rows, emits, costs)
+        small = none.ms_per_token < _SMALL_GAIN * best.ms_per_token
+        return none if small and best.k.any() and known[0] > _NEAR * tokens[0] else None
+
+    def _up(
+        self, tokens: Array, worth: Array, costs: StepCosts, emits: float, best: Allocation,
+        known: Array,
+    ) -> Allocation | None:  # fmt: skip
+        """Return the best step below the next rung if tokens beyond those seen were cheap."""
+        top = min(int(np.searchsorted(tokens, known[-1], side="right")), len(tokens) - 1)
+        reach = min(int(np.searchsorted(tokens, _RUNG * known[-1])), len(tokens) - 1)
+        if tokens[reach] <= _NEAR * known[-1]:
+            return None
+        low = max(min(top // 2, top - 1), 0)
+        slope = float(costs.verify_ms[max(top, 1)] - costs.verify_ms[low]) / max(top - low, 1)
+        hoped = costs.verify_ms.copy()
+        beyond = np.arange(len(hoped) - top)
+        hoped[top:] = np.minimum(hoped[top:], hoped[top] + _HOPE * slope * beyond)
+        plan = best_plan(worth, replace(costs, verify_ms=hoped[: reach + 1]), emits)
+        if tokens[int(plan.k.sum())] <= _NEAR * known[-1]:
+            return None
+        return priced(worth, costs, emits, plan.proposer, plan.k, best.price_ms)
+
+    def _take(self, tokens: Array, found: Allocation, best: Allocation, allowed_ms: float) -> bool:
+        """Book a rung that may be tried again and whose estimated cost is allowed."""
+        cost_ms = max(found.step_ms - found.emitted_tokens * best.ms_per_token, 0.0)
+        slot = min(round(2.0 * math.log2(tokens[int(found.k.sum())])), _SLOTS - 1)
+        if self.tries[slot] >= _TRIES or self.spent_ms + cost_ms > allowed_ms:
+            return False
+        self.tries[slot] += 1
+        self.spent_ms += cost_ms
+        self.rest_steps = _FIRST_REST
+        return True
+
+    def state(self) -> dict[str, Array]:
+        """Return everything that later rungs depend on."""
+        times = np.array([self.elapsed_ms, self.spent_ms, self.mean_ms])
+        rest = np.array([self.rest_steps, self.left])
+        seen = self.seen.copy()
+        return {"tries": self.tries.copy(), "time_ms": times, "rest": rest, "seen": seen}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Take a state from `state()`; raises ValueError where it does not fit."""
+        if set(state) != set(self.state()) or np.shape(state["tries"]) != (_SLOTS,):
+            raise ValueError("the staircase's state is incomplete or of another version")
+        self.tries, self.seen = np.array(state["tries"], np.int64), np.array(state["seen"], float)
+        self.elapsed_ms, self.spent_ms, self.mean_ms = (float(v) for v in state["time_ms"])
+        self.rest_steps, self.left = (int(v) for v in state["rest"])
