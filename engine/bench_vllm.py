@@ -55,6 +55,8 @@ def open_vllm(settings: Json) -> tuple[Json, DecodeJob]:
         PARLAY="0",  # nobody steers it, even where our plugin is installed
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS=str(settings["threads"]),
+        # Its n-gram runs on numba, which would give all that follows every core there is.
+        NUMBA_NUM_THREADS=str(settings["threads"]),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_NO_USAGE_STATS="1",

@@ -70,7 +70,8 @@ class Engine:
 class LLM:
     def __init__(self, **kwargs):
         with open(os.environ["FAKE_LOG"], "a") as log:
-            keep = {k: os.environ.get(k) for k in ("PARLAY", "OMP_NUM_THREADS", "LD_PRELOAD")}
+            names = ("PARLAY", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "LD_PRELOAD")
+            keep = {k: os.environ.get(k) for k in names}
             log.write(json.dumps({**kwargs, **keep}) + "\\n")
         self.llm_engine = Engine()
 '''
@@ -113,6 +114,7 @@ def test_vllm_is_started_once_a_mode_and_asked_often(python: Path, tmp_path: Pat
     assert made[1]["speculative_config"]["method"] == "ngram"
     for one in made:
         assert (one["PARLAY"], one["OMP_NUM_THREADS"]) == ("0", "1")
+        assert one["NUMBA_NUM_THREADS"] == "1"
         assert (one["dtype"], one["max_num_seqs"], one["model"]) == ("bfloat16", 16, "m")
         assert one["enable_prefix_caching"] is False
         assert one["LD_PRELOAD"] is None or one["LD_PRELOAD"].endswith("lib/libiomp5.so")
