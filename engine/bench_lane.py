@@ -12,8 +12,8 @@ from parlay.engine.bench import Timing
 from parlay.engine.bench_load import Answer, Decode, Entrant, Load
 from parlay.engine.bench_memory import peak_mb, reset_peak
 from parlay.engine.demo.modes import STATICS
-from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import OnTokens, Request, SamplingParams, SpeculationParams
+from parlay.engine.sparing import SparingPlanner
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.policy import make_policy
@@ -52,7 +52,7 @@ def lane(
     """Return our engine with a policy in this process; it learns on from load to load."""
     # Prompts come again, and shall cost what they did.
     config = replace(backend.config, prefix_cache=False)
-    planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
+    planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
     engine = Engine(backend, planner, config, eos_ids=eos_ids)
 
     def decode(load: Load) -> Answer:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from parlay.engine.corpus import proposer_from, read_texts
-from parlay.engine.planner import LocalPlanner, Planner
+from parlay.engine.planner import Planner
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
+from parlay.engine.sparing import SparingPlanner
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import StreamDecoder, Tokenizer
 from parlay.policies.policy import make_policy
@@ -185,7 +186,7 @@ def open_engine(
     backend, tokenizer = load_backend(model, **asdict(runs))
     if texts:
         backend.ngram = proposer_from(texts, tokenizer)
-    planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
+    planner: Planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
 

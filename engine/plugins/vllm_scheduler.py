@@ -15,9 +15,9 @@ from typing import Any
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.plugins.adapter import Adapter
 from parlay.engine.plugins.settings import make_planner, read_settings
-from parlay.engine.plugins.sparing import SparingPlanner
 from parlay.engine.plugins.vllm_ability import Ability, ability_of
 from parlay.engine.plugins.vllm_steering import Steering
+from parlay.engine.sparing import SparingPlanner
 
 # A child of vLLM's own logger is shown wherever vLLM's lines are.
 log = logging.getLogger("vllm.parlay")

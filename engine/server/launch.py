@@ -14,11 +14,12 @@ from parlay.engine.corpus import proposer_from, read_texts
 from parlay.engine.generate import Placement
 from parlay.engine.llm import draft_window_tokens, load_backend
 from parlay.engine.model_config import load_config
-from parlay.engine.planner import LocalPlanner, Planner
+from parlay.engine.planner import Planner
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.server.app import Service
 from parlay.engine.server.meter import Meter
 from parlay.engine.server.worker import Worker
+from parlay.engine.sparing import SparingPlanner
 from parlay.engine.stats_hub import StatsHub
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ def open_service(
     )
     if texts:
         backend.ngram = proposer_from(texts, tokenizer)
-    planner: Planner = LocalPlanner(make_policy(policy, settings, backend.limits()))
+    planner: Planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
 

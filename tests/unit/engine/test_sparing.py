@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.policies.test_allocate import plan_of, view_of
 
-from parlay.engine.plugins.sparing import MOST_STEPS, SparingPlanner
+from parlay.engine.sparing import MOST_STEPS, SparingPlanner
 from parlay.policies.policy import Stateless
 from parlay.policies.types import BatchView, Plan, Reason, StepOutcome
 
