@@ -120,7 +120,7 @@ class Pilot:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from one finished step."""
         self.core.observe(outcome)
-        self.staircase.observe(outcome, self.core.step_time.verify)
+        self.staircase.observe(outcome)
         for task, proposer in self.changes.found():
             rows = min(_FORGET_ROWS * len(outcome), _FORGET_MOST)
             self.core.acceptance.forget(task, proposer, rows)
@@ -236,8 +236,6 @@ class Pilot:
         for head, part in (("stairs.", self.staircase), ("changes.", self.changes)):
             part.load({k.removeprefix(head): v for k, v in state.items() if k.startswith(head)})
         self.core.acceptance.watch = self.changes.note
-        if len(self.staircase.seen):
-            self.staircase.teach(self.core.step_time.verify)
         self._ids = np.array(state["ids"], np.uint64)
         self._pace_ms = np.array(state["pace_ms"], float)
         self._waited = np.array(state["waited"], np.int32)

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from parlay.policies.cost import KV_UNIT, TOKENS_UNIT, Line, padded
+from parlay.policies.cost import padded
 from parlay.policies.solver import Allocation, StepCosts, best_plan, no_speculation, priced
 from parlay.policies.types import Array, BatchView, StepOutcome
 
@@ -30,9 +30,6 @@ _TRIES = 2
 _GRANT_STEPS, _SHARE = 3.0, 0.001
 """What rungs may cost, as estimated: so many steps, and of the time elapsed."""
 _FIRST_REST, _LAST_REST = 1, 64
-_TEACHING_STEPS, _LEAST_SEEN, _SPREAD = 24, 3, 1.5
-_KV_SHARE, _STEEPEST, _SD = 0.2, 32.0, 0.15
-"""The shape taken: KV and, at most, 32 tokens against a step of one token; its relative sd."""
 _SLOTS = 24
 """Rungs are counted by the half powers of two."""
 
@@ -42,7 +39,6 @@ class Staircase:
 
     def __init__(self) -> None:
         self.tries = np.zeros(_SLOTS, np.int64)
-        self.seen = np.zeros((0, 3))
         self.rest_steps, self.left = _FIRST_REST, 0
         self.elapsed_ms = self.spent_ms = self.mean_ms = 0.0
 
@@ -51,37 +47,12 @@ class Staircase:
         self.left -= 1
         return self.left < 0
 
-    def observe(self, outcome: StepOutcome, line: Line) -> None:
-        """Hear what a step took; the first ones teach `line`, the verify line, another shape."""
+    def observe(self, outcome: StepOutcome) -> None:
+        """Hear what a step took."""
         step_ms = outcome.step_ms
         if math.isfinite(step_ms) and step_ms > 0.0:
             self.elapsed_ms += step_ms
             self.mean_ms += (step_ms - self.mean_ms) / 8.0 if self.mean_ms else step_ms
-        plain = not outcome.prefill_tokens and 0 < outcome.verify_ms < math.inf
-        if len(self.seen) < _TEACHING_STEPS and plain and outcome.padded_tokens:
-            one = (outcome.padded_tokens, outcome.kv_tokens, outcome.verify_ms)
-            self.seen = np.concatenate([self.seen, [one]])
-            self.teach(line)
-
-    def teach(self, line: Line) -> None:
-        """Give the verify line the shape of the first steps, once they differ enough in tokens.
-
-        Its own prior is one of all machines, with a unit that goes by the steps seen: where those
-        are of many tokens and the curve is flat, some hundred steps do not overrule it.
-        """
-        tokens, kv_tokens, ms = self.seen.T
-        if len(ms) < _LEAST_SEEN or tokens.max() < _SPREAD * tokens.min():
-            return
-        x = np.stack([1.0 + _KV_SHARE * kv_tokens / KV_UNIT, tokens / TOKENS_UNIT], axis=1)
-        x /= ms[:, None]
-        near = np.ones(len(ms), bool)
-        for _ in range(2):  # a spike teaches nothing
-            fixed, each = np.linalg.lstsq(x[near], np.ones(int(near.sum())), rcond=None)[0]
-            miss = np.abs(x @ (fixed, each) - 1.0)
-            near = miss <= 3.0 * np.median(miss) + 1e-9
-        slope = min(max(each, 0.0) / max(fixed, 1e-3 * float(ms.min())), _STEEPEST)
-        line.shape = np.array([1.0, slope, _KV_SHARE, line.shape[3]])
-        line.sd = np.array([_SD, _SD * max(slope, _SD), *line.sd[2:]])
 
     def rung(
         self, view: BatchView, worth: Array, costs: StepCosts, emits: float, best: Allocation,
@@ -149,13 +120,12 @@ class Staircase:
         """Return everything that later rungs depend on."""
         times = np.array([self.elapsed_ms, self.spent_ms, self.mean_ms])
         rest = np.array([self.rest_steps, self.left])
-        seen = self.seen.copy()
-        return {"tries": self.tries.copy(), "time_ms": times, "rest": rest, "seen": seen}
+        return {"tries": self.tries.copy(), "time_ms": times, "rest": rest}
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where it does not fit."""
         if set(state) != set(self.state()) or np.shape(state["tries"]) != (_SLOTS,):
             raise ValueError("the staircase's state is incomplete or of another version")
-        self.tries, self.seen = np.array(state["tries"], np.int64), np.array(state["seen"], float)
+        self.tries = np.array(state["tries"], np.int64)
         self.elapsed_ms, self.spent_ms, self.mean_ms = (float(v) for v in state["time_ms"])
         self.rest_steps, self.left = (int(v) for v in state["rest"])
