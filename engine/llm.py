@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,6 +56,7 @@ def load_backend(
         draft = SHIPPED_DRAFT
     window = draft_window_tokens(draft, sizes.context)
     config = config or EngineConfig(context_tokens=sizes.context, draft_window_tokens=window)
+    config = replace(config, vocab_tokens=sizes.vocab)
     if config.context_tokens > sizes.context:
         raise ValueError(
             f"the model's context is {sizes.context} tokens, not {config.context_tokens}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, isnan
+from operator import index
 
 from parlay.policies.types import K_LIMIT, PROPOSERS, Proposer
 
@@ -26,6 +27,22 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+def token_ids(prompt: Sequence[int], vocab_tokens: int) -> list[int]:
+    """Return a prompt's ids as plain integers; raises ValueError where it is no list of ids."""
+    if not len(prompt):
+        raise ValueError("the prompt is empty: give at least one token")
+    try:
+        ids = [index(token) for token in prompt]
+    except TypeError:
+        raise ValueError("the prompt must be token ids, whole numbers") from None
+    if min(ids) < 0 or max(ids) >= vocab_tokens:
+        wrong = next(i for i in ids if not 0 <= i < vocab_tokens)
+        raise ValueError(
+            f"the prompt has token id {wrong}; the model's are 0 to {vocab_tokens - 1}"
+        )
+    return ids
 
 
 class SampleMode(Enum):
@@ -63,6 +80,9 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "max_tokens", "logprobs"):
+            if (value := getattr(self, name)) is not None and type(value) is not int:
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
         if not 0.0 <= self.temperature <= 10.0:
             raise ValueError(f"temperature must be between 0 and 10, not {self.temperature}")
         if self.top_k < 0:
@@ -73,8 +93,12 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
-        if any(not s for s in self.stop):
-            raise ValueError("a stop string must not be empty")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must be 0 or more, not {self.logprobs}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop must be a tuple of strings, not the string {self.stop!r}")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise ValueError("a stop string must be a string, and not empty")
 
     @property
     def mode(self) -> SampleMode:
@@ -99,6 +123,11 @@ class SpeculationParams:
     lossy_threshold: float = inf
 
     def __post_init__(self) -> None:
+        for name in ("max_k", "proposer_mask"):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
+        if not isinstance(self.task, str) or not self.task.isprintable():
+            raise ValueError(f"task must be a printable string, not {self.task!r}")
         if not 0 <= self.max_k <= K_LIMIT:
             raise ValueError(f"max_k must be between 0 and {K_LIMIT}, not {self.max_k}")
         if not 0 <= self.proposer_mask <= ALL_PROPOSERS:

@@ -30,7 +30,8 @@ class EngineConfig:
     before its end, and never sees what came earlier. draft_catch_up_tokens: how many tokens a step
     it reads of requests that it left alone for a while, all together. prefix_cache: requests share
     the target's blocks of tokens that they begin with; the draft's are each request's own.
-    tree_width: how many guesses of one place a draft may hold; 1: drafts are chains.
+    tree_width: how many guesses of one place a draft may hold; 1: drafts are chains. vocab_tokens:
+    a prompt's ids are below it.
     """
 
     max_running: int = 16
@@ -43,6 +44,7 @@ class EngineConfig:
     draft_catch_up_tokens: int = 256
     prefix_cache: bool = True
     tree_width: int = 1
+    vocab_tokens: int = 2**31
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -22,6 +22,7 @@ from parlay.engine.request import (
     Request,
     SamplingParams,
     SpeculationParams,
+    token_ids,
 )
 from parlay.engine.scheduler import EngineConfig, Scheduler
 from parlay.engine.shadow import ShadowScorer
@@ -70,10 +71,9 @@ class Engine:
         speculation: SpeculationParams | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Request:
-        """Queue a prompt of token ids; raises ValueError where it is empty or does not fit."""
+        """Queue a prompt of token ids; raises ValueError where it cannot be, or does not fit."""
         positions, sampling = self.config.positions, sampling or SamplingParams()
-        if not len(prompt):
-            raise ValueError("the prompt is empty: give at least one token")
+        prompt = token_ids(prompt, self.config.vocab_tokens)
         if len(prompt) >= positions:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, but the context holds {positions}"
@@ -82,9 +82,7 @@ class Engine:
         if sampling.stop and self.rules.detokenize is None:
             raise ValueError("stop strings need an engine with a tokenizer")
         speculation = speculation or SpeculationParams()
-        request = Request(
-            next(self._ids), list(prompt), len(prompt), sampling, speculation, on_tokens
-        )
+        request = Request(next(self._ids), prompt, len(prompt), sampling, speculation, on_tokens)
         self.scheduler.add(request)
         if self.stats is not None:
             self.stats.arrived(request, self.backend.clock())

@@ -78,8 +78,9 @@ def keep_top(survival: Array | None, k: Array, budget: int) -> Array:
     rows, depth = len(k), int(k.max(initial=0))
     if budget <= 0 or depth == 0:
         return np.zeros(rows, np.int32)
-    value = np.ones((rows, depth)) if survival is None else survival[:, :depth]
-    value = np.where(np.arange(depth) < k[:, None], value, -1.0)
+    value = np.ones((rows, depth)) if survival is None else np.maximum(survival[:, :depth], 0.0)
+    # What makes no sense comes last of what may be kept, never behind what may not.
+    value = np.where(np.arange(depth) < k[:, None], np.nan_to_num(value), -1.0)
     order = np.argsort(-value.T.ravel(), kind="stable")[: min(budget, int(k.sum()))]
     return np.bincount(order % rows, minlength=rows).astype(np.int32)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -162,19 +165,43 @@ def test_a_shadow_that_could_not_be_seen_to_its_end_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text"), [([], "the prompt is empty"), (list(range(9000)), "shorten the prompt")]
+    ("prompt", "text"),
+    [
+        ([], "the prompt is empty"),
+        (list(range(9000)), "shorten the prompt"),
+        ([1, -1], "token id -1; the model's are 0 to 8999"),
+        ([1, 9000, 2], "token id 9000;"),
+        ([1.0, 2], "whole numbers"),
+        ("hello", "whole numbers"),
+    ],
 )
-def test_prompts_that_cannot_run_are_refused(prompt: list[int], text: str) -> None:
+def test_prompts_that_cannot_run_are_refused(prompt: Any, text: str) -> None:
+    engine = make(SURE)
+    engine.config = dataclasses.replace(engine.config, vocab_tokens=9000)
     with pytest.raises(ValueError, match=text):
-        make(SURE).add(prompt)
+        engine.add(prompt)
+    assert not engine.has_work
 
 
-def test_requests_refuse_what_is_out_of_range() -> None:
-    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}, {"stop": ("",)}):
-        with pytest.raises(ValueError, match="must"):
-            SamplingParams(**bad)
-    with pytest.raises(ValueError, match="max_k must be"):
-        SpeculationParams(max_k=1000)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}, {"stop": ("",)},
+        {"max_tokens": 1.5}, {"max_tokens": float("nan")}, {"seed": 1.5}, {"seed": True},
+        {"logprobs": -1}, {"stop": "abc"}, {"stop": (1,)}, {"top_k": "3"},
+    ],
+)  # fmt: skip
+def test_sampling_refuses_what_is_out_of_range(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        SamplingParams(**bad)
+
+
+def test_speculation_refuses_what_is_out_of_range() -> None:
+    for bad in ({"max_k": 1000}, {"max_k": 2.0}, {"proposer_mask": 1.5}, {"task": 5}):
+        with pytest.raises(ValueError, match="must be"):
+            SpeculationParams(**bad)
+    with pytest.raises(ValueError, match="task must be"):
+        SpeculationParams(task="\ud800")
     for target in (0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match="tpot_target_ms must be"):
             SpeculationParams(tpot_target_ms=target)

@@ -307,3 +307,10 @@ def test_a_later_confidence_admits_no_token_though_the_plan_rises(late: float) -
     confidences[0, 2] = late
     fit = fit_plan(plan, view_of([1, 2]), np.array([3, 3]), confidences)
     assert fit.verify_k.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), -5.0, float("-inf")])
+def test_survivals_that_make_no_sense_give_no_row_more_than_its_k(odd: float) -> None:
+    survival = np.array([[odd, odd], [0.9, 0.8]])
+    assert keep_top(survival, np.array([2, 1]), 2).tolist() == [1, 1]
+    assert keep_top(survival, np.array([0, 2]), 2).tolist() == [0, 2]

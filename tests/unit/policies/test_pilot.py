@@ -36,7 +36,7 @@ class Targeted:
 def test_a_request_alone_without_target_or_scarcity_it_plans_for_as_goodput_does() -> None:
     pilot, goodput = unguarded(), make_policy("goodput", {}, LIMITS)
     # As if every rung had been taken.
-    pilot.staircase.tries[:], pilot.staircase.seen = 99, np.ones((24, 3))
+    pilot.staircase.tries[:] = 99
     plays = [play(policy, ["chat"], 60) for policy in (pilot, goodput)]
     for one, other in zip(plays[0].plans, plays[1].plans, strict=True):
         assert (one.proposer == other.proposer).all()
