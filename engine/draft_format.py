@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parlay.engine.artefact import read_artefact, within
-from parlay.engine.int8_rows import quantised, widened
+from parlay.engine.artefact import read_artefact, stored, within
+from parlay.engine.int8_rows import quantised
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.traits import LLAMA
 
@@ -77,9 +77,7 @@ def load_draft(path: Path, embedding: Tensor) -> tuple[ModelConfig, dict[str, Te
         raise ValueError(f"draft {path} is damaged (its token ids); {_MEND}")
     weights: dict[str, Tensor] = {}
     for name, shape in _shapes(config, embedding.shape[1]).items():
-        if name not in tensors or tuple(tensors[name].shape) != shape:
-            raise ValueError(f"draft {path} is damaged ({name}); {_MEND}")
-        weights[name] = _widened(path, name, tensors)
+        weights[name] = stored(tensors, name, shape, f"draft {path} is damaged", _MEND)
     return config, weights, ids.long()
 
 
@@ -118,13 +116,3 @@ def _config(path: Path, header: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(**{**fields, **tuples})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"draft {path} is damaged (config: {error}); {_MEND}") from None
-
-
-def _widened(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    w = tensors[name]
-    if w.dtype != torch.int8:
-        return w.bfloat16()
-    scale = tensors.get(f"{name}.scale")
-    if scale is None or scale.shape != w.shape[:1]:
-        raise ValueError(f"draft {path} is damaged ({name}.scale); {_MEND}")
-    return widened(w, scale)

@@ -6,6 +6,7 @@ What each asks of the forward: Qwen2 (arXiv 2407.10671), Qwen3 (2505.09388), Gem
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def family_of(config: Config) -> Family:
     """Find the family of a parsed config.json; raises ValueError for what is not supported."""
     named = config.get("architectures") or []
     named = named if isinstance(named, list) else [named]
-    if len(named) != 1 or named[0] not in FAMILIES:
+    if len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
         found = ", ".join(map(str, named)) or f"model_type {config.get('model_type', 'unknown')}"
         raise ValueError(
             f"architecture {found} is not supported; supported: {', '.join(FAMILIES)}"
@@ -79,12 +80,17 @@ def rope_theta(
         )
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("model config: partial_rotary_factor is not supported; it must be 1.0")
-    return positive(key, rope.get("rope_theta") or config.get(key) or default)
+    return positive(key, first(rope.get("rope_theta"), config.get(key), default))
+
+
+def first(*values: Any) -> Any:
+    """Return the first value that is not null, as a setting of 0 is still one."""
+    return next(value for value in values if value is not None)
 
 
 def positive(key: str, value: Any) -> float:
     """Return a finite number above 0; raises ValueError for anything else."""
-    if type(value) not in (int, float) or not 0.0 < value < math.inf:
+    if type(value) not in (int, float) or not 0.0 < value <= sys.float_info.max:
         raise ValueError(f"model config: {key} must be a number above 0, not {value!r}")
     return float(value)
 

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parlay.engine.artefact import read_artefact, within
+from parlay.engine.artefact import finite, read_artefact, stored, within
 from parlay.engine.draft_format import fingerprint
-from parlay.engine.int8_rows import quantised, widened
+from parlay.engine.families import positive
+from parlay.engine.int8_rows import quantised
 from parlay.engine.medusa_heads import Heads, HeadsConfig, PlainHeads, RootedHeads
 from parlay.engine.model_config import ModelConfig, read_json
 
@@ -38,10 +36,8 @@ SHIPPED_HEADS = Path(__file__).parent / "data" / "medusa-smollm2-135m.safetensor
 PUBLIC_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _PREFIX = "medusa_head."
 _MEND = "make them again with `parlay distill medusa`"
-_UNREADABLE = (
-    SafetensorError, OSError, EOFError, RuntimeError, KeyError, struct.error,
-    pickle.UnpicklingError,
-)  # fmt: skip
+MAX_HEADS = 64
+"""Most heads believed: each is a step of its own."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -105,7 +101,7 @@ def load_rooted(path: Path, target: OfTarget) -> RootedHeads:
     if config.hidden != target.config.hidden or config.state_layers[-1] != target.config.layers:
         raise ValueError(f"heads {path} are damaged (config: not the target's sizes); {_MEND}")
     weights = {
-        name: _matrix_or_vector(path, name, shape, tensors)
+        name: stored(tensors, name, shape, f"heads {path} are damaged", _MEND)
         for name, shape in config.tensor_shapes().items()
     }
     return RootedHeads(config, weights, target.embedding, target.head, ids.long())
@@ -132,6 +128,8 @@ def load_public(path: Path, target: OfTarget) -> PlainHeads:
             raise ValueError(
                 f"heads {path}: {name} is {list(found.shape)}, this target needs {list(shape)}"
             )
+        if not finite(found):
+            raise ValueError(f"heads {path}: {name} has NaN or infinity; download them again")
         return found
 
     residual = [
@@ -156,7 +154,7 @@ def _public_tensors(path: Path) -> dict[str, Tensor]:
             stored = torch.load(file, map_location="cpu", weights_only=True)
         else:
             stored = load_file(file)
-    except _UNREADABLE as error:
+    except Exception as error:  # the unpickler raises anything over damage
         reason = (str(error).splitlines() or ["unreadable"])[0]
         raise ValueError(f"heads {file} cannot be read ({reason})") from None
     if not isinstance(stored, dict) or not all(isinstance(t, Tensor) for t in stored.values()):
@@ -180,19 +178,13 @@ def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
     try:
         fields = dict(header["config"])
         tuples = {name: tuple(fields[name]) for name in ("blocks", "ffn", "state_layers")}
-        return HeadsConfig(**{**fields, **tuples})
+        config = HeadsConfig(**{**fields, **tuples})
+        positive("norm_eps", config.norm_eps)
+        sizes = (config.hidden, config.heads, config.vocab)
+        if not all(type(n) is int for part in (sizes, *tuples.values()) for n in part):
+            raise ValueError("its sizes must be whole numbers")
+        if max(config.heads, *config.blocks) > MAX_HEADS:
+            raise ValueError(f"heads and their blocks must be at most {MAX_HEADS}")
+        return config
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"heads {path} are damaged (config: {error}); {_MEND}") from None
-
-
-def _matrix_or_vector(
-    path: Path, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]
-) -> Tensor:
-    w, scale = tensors.get(name), tensors.get(f"{name}.scale")
-    if w is None or tuple(w.shape) != shape:
-        raise ValueError(f"heads {path} are damaged ({name}); {_MEND}")
-    if w.dtype != torch.int8:
-        return w.bfloat16()
-    if scale is None or scale.shape != w.shape[:1]:
-        raise ValueError(f"heads {path} are damaged ({name}.scale); {_MEND}")
-    return widened(w, scale)

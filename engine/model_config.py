@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parlay.engine.families import family_of, positive, rope_theta, whole
+from parlay.engine.families import family_of, first, positive, rope_theta, whole
 from parlay.engine.traits import LLAMA, Traits
 
 MAX_CONTEXT = 1 << 24
 """Longest context believed: tables of positions are made for all of it."""
+MAX_LAYERS = 1 << 12
+"""Most layers believed: each one's tensors are named before any is looked for."""
+_ODD = (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,10 +47,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"model config: {name} must be at least 1, not {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise ValueError(f"model config: {name} must be a whole number, not {value!r}")
+            if value < 1:
+                raise ValueError(f"model config: {name} must be at least 1, not {value}")
+        positive("rope_theta", self.rope_theta)
+        positive("norm_eps", self.norm_eps)
+        check_layers(self.layers)
         if self.context > MAX_CONTEXT:
             raise ValueError(
                 f"model config: context must be at most {MAX_CONTEXT}, not {self.context}"
@@ -57,6 +65,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model config: head_dim must be even, not {self.head_dim}")
+        if not all(type(i) is int for i in (*self.state_layers, *self.eos_ids)):
+            raise ValueError("model config: state_layers and eos_ids must be whole numbers")
         if list(self.state_layers) != sorted({layer for layer in self.state_layers if layer > 0}):
             raise ValueError(
                 f"model config: state_layers must ascend from 1 or more, not {self.state_layers}"
@@ -111,25 +121,43 @@ class ModelConfig:
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a parsed config.json; raises ValueError naming what is missing or not supported."""
     family = family_of(config)
+    layers = whole(config, "num_hidden_layers")
+    check_layers(layers)
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     if heads < 1 or (config.get("head_dim") is None and hidden % heads):
         raise ValueError(f"model config: hidden_size {hidden} is not a multiple of {heads} heads")
     return ModelConfig(
         hidden=hidden,
-        layers=whole(config, "num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=whole(config, "num_key_value_heads", heads),
         head_dim=whole(config, "head_dim", hidden // heads),
         ffn=whole(config, "intermediate_size"),
         vocab=whole(config, "vocab_size"),
         rope_theta=rope_theta(config, family.rope_theta),
-        norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps") or 1e-6),
+        norm_eps=positive("rms_norm_eps", first(config.get("rms_norm_eps"), 1e-6)),
         context=whole(config, "max_position_embeddings", 2048),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         eos_ids=token_ids(config.get("eos_token_id")),
         traits=family.traits(config),
     )
+
+
+def check_layers(layers: int) -> None:
+    """Raise ValueError for more layers than any model has."""
+    if layers > MAX_LAYERS:
+        raise ValueError(f"model config: layers must be at most {MAX_LAYERS}, not {layers}")
+
+
+@contextmanager
+def reading(what: str, mend: str) -> Iterator[None]:
+    """Turn what Python raises over a file's odd content into a ValueError of one line."""
+    try:
+        yield
+    except _ODD as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{what} is damaged ({said}); {mend}") from None
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -140,7 +168,8 @@ def load_config(path: str | Path) -> ModelConfig:
             f"no model at {folder}: it must be a folder with config.json and safetensors"
         )
     try:
-        config = from_hf(read_json(folder / "config.json"))
+        with reading(f"{folder / 'config.json'}", "download the checkpoint again"):
+            config = from_hf(read_json(folder / "config.json"))
         if (folder / "generation_config.json").exists():
             generation = read_json(folder / "generation_config.json")
             if generation.get("eos_token_id") is not None:
@@ -168,8 +197,10 @@ def read_json(file: Path) -> dict[str, Any]:
         parsed = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file} is missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} cannot be read: {error}; it must be one JSON object in UTF-8"
+        ) from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{file} is not a JSON object")
     return parsed

@@ -29,27 +29,44 @@ class Tokenizer:
         template: jinja2.Template | None,
         special: Mapping[str, str],
         eos_ids: tuple[int, ...],
+        vocab: int,
     ) -> None:
         self._model = model
         self._template = template
         self._special = dict(special)
+        self._vocab = vocab
         self.eos_ids = eos_ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text, with what special tokens the tokenizer adds by itself."""
-        return list(self._model.encode(text).ids)
+        """Return the ids of plain text, with what special tokens the tokenizer adds by itself.
+
+        Raises ValueError where the model has no such token, as `chat` does.
+        """
+        return self._known(self._model.encode(text).ids)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages ({"role", "content"}) and of the start of the model's turn.
 
         Raises ValueError where the checkpoint has no chat template or the template refuses.
         """
-        return list(self._model.encode(self.render(messages), add_special_tokens=False).ids)
+        return self._known(self._model.encode(self.render(messages), add_special_tokens=False).ids)
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        # A tokenizer may well name more tokens than its model reads, as Gemma 3's does with images.
+        worst = max(ids, default=0)
+        if worst >= self._vocab:
+            raise ValueError(
+                f"the text has token {worst} ({self.piece(worst)!r}), which is not in the model's"
+                f" vocabulary of {self._vocab}; change the text, or the checkpoint's tokenizer.json"
+            )
+        return list(ids)
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text that `chat` encodes."""
         if self._template is None:
-            raise ValueError("this checkpoint has no chat template; give it plain text instead")
+            raise ValueError(
+                "this checkpoint has no chat template; --raw gives it plain text instead"
+            )
         try:
             return self._template.render(
                 messages=messages,
@@ -60,6 +77,9 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template runs code of the checkpoint's
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"the chat template fails: {said}; --raw leaves it out") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
@@ -106,7 +126,7 @@ class StreamDecoder:
 def load(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint folder; raises ValueError in one line where it cannot."""
     folder = Path(path)
-    eos_ids = load_config(folder).eos_ids
+    config = load_config(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"{file} is missing; only checkpoints with a fast tokenizer are supported")
@@ -118,8 +138,9 @@ def load(path: str | Path) -> Tokenizer:
     # Some checkpoints keep what their training padded and cut to.
     model.no_padding()
     model.no_truncation()
-    special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
-    return Tokenizer(model, _template(folder, settings), special, eos_ids)
+    special = {n: _token_text(folder, n, settings[n]) for n in _SPECIAL if settings.get(n)}
+    template = _template(folder, settings)
+    return Tokenizer(model, template, special, config.eos_ids, config.vocab)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -127,8 +148,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def _token_text(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+def _token_text(folder: Path, name: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'} has a {name} that is no text;"
+            " download the checkpoint again"
+        )
+    return text
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
@@ -145,17 +172,24 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | No
     environment.globals["strftime_now"] = time.strftime
     try:
         return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"the chat template at {folder} cannot be read: {error}") from None
+    except Exception as error:  # the compiler raises more than syntax errors, by depth say
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"the chat template at {folder} cannot be read: {said}; mend it or take it out"
+        ) from None
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """Find the template: in a file of its own or in the settings, alone or the default of many."""
     file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+    try:
+        found = file.read_text(encoding="utf-8") if file.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; mend it or take it out") from None
+    source = settings.get("chat_template") if found is None else found
     if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+        many = [t for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = many[-1].get("template") if many else None
     return source if isinstance(source, str) else None
 
 

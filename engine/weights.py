@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parlay.engine.artefact import finite
 from parlay.engine.model_config import ModelConfig, load_config, read_json
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -56,7 +57,11 @@ def _weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise ValueError(f"{index} has no weight_map; download the checkpoint again")
-        files = [folder / Path(str(name)).name for name in sorted(set(shards.values()))]
+        if not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(
+                f"{index} has a weight_map with no file's name in it; download the checkpoint again"
+            )
+        files = [folder / Path(name).name for name in sorted(set(shards.values()))]
     else:
         files = [folder / "model.safetensors"]
     for file in files:
@@ -92,6 +97,8 @@ def _check_tensors(folder: Path, config: ModelConfig, tensors: dict[str, torch.T
         if found.dtype not in _FLOATS:
             kind = str(found.dtype).removeprefix("torch.")
             raise ValueError(f"{at}: {name} is {kind}; supported: bfloat16, float16, float32")
+        if not finite(found):
+            raise ValueError(f"{at}: {name} has NaN or infinity; download or convert it again")
 
 
 def _some(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import os
 import signal
 import sys
@@ -63,8 +64,12 @@ _HELP = {
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    # As ctrl-C does, SIGTERM lets what was started end too; `parlay serve` has its own handler.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # As ctrl-C does, these let what was started end too; `parlay serve` has its own handlers.
+    signal.signal(signal.SIGTERM, _end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which is how nohup asks to go on
+        signal.signal(signal.SIGHUP, _end)
+    if sys.stdout is None:
+        sys.stdout = _ClosedOutput()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -76,6 +81,22 @@ def main() -> None:
         typer.echo(f"parlay: {error}", err=True)
         status = 1
     sys.exit(status)
+
+
+def _end(number: int, _: Any) -> None:
+    # A terminal that closes may send it twice, from the shell and from the kernel.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+class _ClosedOutput(io.TextIOBase):
+    """In the place of a standard output that was closed: only who writes has a problem."""
+
+    def write(self, _: str, /) -> int:
+        raise OSError("standard output is closed")
+
+    def fileno(self) -> int:
+        raise OSError("standard output is closed")
 
 
 def run(argv: Sequence[str]) -> int:

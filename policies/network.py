@@ -105,7 +105,14 @@ def load_network(path: Path) -> Network:
         header, body = _split(data)
         about = json.loads(header.pop("__metadata__")[_KEY])
         tensors = {name: _tensor(entry, body) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"the network {path} is damaged or was not made by parlay train ({said})"
@@ -137,7 +144,8 @@ def _check(path: Path, about: Mapping[str, Any]) -> None:
     for key, ours in (("features", FEATURES), ("actions", ACTION_NAMES)):
         theirs = about.get(key)
         if theirs != list(ours):
-            unlike = sorted(set(ours) ^ set(map(str, theirs or ())))[:3]
+            listed = map(str, theirs) if isinstance(theirs, list) else ()
+            unlike = sorted(set(ours) ^ set(listed))[:3]
             raise ValueError(
                 f"the network {path} has other {key} than this parlay"
                 f" ({', '.join(unlike) or 'in another order'}): train it again"

@@ -76,7 +76,7 @@ def byte_model() -> tokenizers.Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    return Tokenizer(byte_model(), jinja2.Environment().from_string(TEMPLATE), {}, (EOS,))
+    return Tokenizer(byte_model(), jinja2.Environment().from_string(TEMPLATE), {}, (EOS,), VOCAB)
 
 
 def tiny_service(

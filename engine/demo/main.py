@@ -29,6 +29,7 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     """
     started_s = time.monotonic()
     make_policy(policy)  # a wrong name should not wait for the model
+    picture = picture_beside(json_file)
     checkpoint = default_model_dir()
     backend, tokenizer = load_backend()
     prompts = demo_prompts()
@@ -50,17 +51,43 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     report = report_of(run, policy, verdict)
     report["sidecar"] = figures
     report["seconds"] = time.monotonic() - started_s
-    picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
-    plot(run, picture)
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print_report(report, console)
+    try:
+        if json_file:
+            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    finally:
+        print_report(report, console)
     console.print(
         f"sidecar: {100 * figures['fresh_share']:.1f}% of steps followed its plan of the newest "
         f"report or the one before; asking it cost {figures['engine_thread_us_p50']:.0f} us a step",
         highlight=False,
     )
+    plot(run, picture)
     console.print(
         f"k and proposer over time: {picture}; {report['seconds']:.0f} s in all", highlight=False
     )
     return bool(report["identical"])
+
+
+def picture_beside(json_file: Path | None) -> Path:
+    """Return where the plot goes; raises ValueError where it or the JSON cannot be written."""
+    if json_file is not None and json_file.suffix.lower() == ".png":
+        raise ValueError(
+            f"--json {json_file}: the plot goes beside the JSON file under that name;"
+            " let FILE end in .json"
+        )
+    picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
+    for file in (json_file, picture):
+        if file is not None:
+            _check_writable(file)
+    return picture
+
+
+def _check_writable(file: Path) -> None:
+    """Find out before the run, not after it, and leave nothing new behind."""
+    new = not file.exists()
+    try:
+        file.open("ab").close()
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror}") from None

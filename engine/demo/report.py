@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from itertools import pairwise
 from operator import add
 from statistics import median
 from typing import Any
@@ -21,6 +22,10 @@ from parlay.engine.demo.workload import CONCURRENCIES, MIXED
 from parlay.policies.types import PlanSource, Proposer
 
 Json = dict[str, Any]
+SPREAD = 0.15
+"""Rounds of one mode that differ by more were disturbed."""
+STEP_FALL = 0.05
+"""A bigger batch's step does not take less time than a smaller one's, but for this much."""
 
 
 def report_of(run: DemoRun, policy: str, verdict: Json) -> Json:
@@ -197,6 +202,8 @@ def findings(report: Json) -> list[str]:
         _agreement(report),
         "modes: ngram-K and draft-K always draft K tokens (`fixed`), gate is `ngram_gate`",
     ]
+    if disturbed := disturbance(report):
+        lines.append(f"the machine was busy, so these figures are rough: {disturbed}")
     if run["rounds"] == 1:
         lines.append("only one round was complete: choices were made and measured on the same one")
     elif run["stopped_early"]:
@@ -206,11 +213,36 @@ def findings(report: Json) -> list[str]:
     return lines
 
 
+def disturbance(report: Json) -> str | None:
+    """Say what shows that other processes took time from the demo's; None: nothing does."""
+    steps = sorted((int(c), ms) for c, ms in report["run"]["plain_step_ms"].items())
+    found = []
+    if any(b < (1 - STEP_FALL) * a for (_, a), (_, b) in pairwise(steps)):
+        times = ", ".join(f"{ms:.0f} ms at {c}" for c, ms in steps)
+        found.append(f"a plain step took {times}, and should take longer with more at once")
+    # Adaptive learns from round to round: only the others should do the same in each.
+    spreads = {
+        name: m["tokens_per_s_max"] / m["tokens_per_s_min"] - 1
+        for name, m in report["modes"].items()
+        if name != ADAPTIVE
+    }
+    widest = max(spreads, key=lambda name: spreads[name])
+    if spreads[widest] > SPREAD:
+        found.append(f"one round of {widest} was {100 * spreads[widest]:.0f}% faster than another")
+    return "; ".join(found) or None
+
+
 def _closed(cell: Json) -> str:
-    headroom = f"{100 * cell['headroom']:.1f}% between the two"
-    if cell["headroom_closed"] is None:
-        return f"with only {headroom}"
-    return f"{100 * cell['headroom_closed']:.0f}% of the {headroom}"
+    closed, headroom = cell["headroom_closed"], f"{100 * cell['headroom']:.1f}%"
+    if closed is None:
+        if cell["headroom"] <= 0:
+            return "where tuning by hand won nothing over one setting for all"
+        return f"where tuning by hand won only {headroom} over one setting for all"
+    if closed >= 1:
+        return "more than tuning by hand won"
+    if closed <= 0:
+        return f"none of the {headroom} that tuning by hand won over one setting for all"
+    return f"{100 * closed:.0f}% of the {headroom} that tuning by hand won over one setting for all"
 
 
 def _agreement(report: Json) -> str:

@@ -16,6 +16,13 @@ from parlay.engine.weights import cache_dir
 
 SOURCE = Path(__file__).with_name("llama.c")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+SYMBOLS = (
+    "parlay_pack",
+    "parlay_linear",
+    "parlay_scratch_bytes",
+    "parlay_forward",
+    "parlay_move",
+)
 NEEDS = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16"))
 COMPILE_TIMEOUT_S = 120.0
 OFF = "PARLAY_KERNELS"
@@ -38,7 +45,7 @@ def load() -> ctypes.CDLL | None:
         log.warning("no C compiler found, decoding without own kernels; install gcc or set CC")
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler, flags)))
+        return _compiled(compiler, flags)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or str(error)
         log.warning(
@@ -56,19 +63,60 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((x.split() for x in lines if x.startswith("flags")), ()))
 
 
-def _compiled(compiler: str, flags: frozenset[str]) -> Path:
-    """Return the library for this source, compiler and processor; compile it where it is new."""
+def _compiled(compiler: str, flags: frozenset[str]) -> ctypes.CDLL:
+    """Load the library for this source, compiler and processor; compile it where none is sound."""
     source = SOURCE.read_bytes()
     names = (compiler, *FLAGS, *sorted(flags))
     key = hashlib.sha256(source + "\0".join(names).encode()).hexdigest()[:16]
     library = cache_dir() / "kernels" / f"llama-{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            part = Path(folder) / library.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(part), "-lm"]
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
-            )
-            part.rename(library)
-    return library
+    # To map a library that was cut short is to die of SIGBUS: only a whole one may be tried.
+    if _sum_of(library) == _text_of(_sum_file(library)) is not None:
+        try:
+            return _opened(library)
+        except (OSError, ValueError) as error:
+            log.warning("compiling the kernels again: %s", error)
+    return _compile(compiler, library)
+
+
+def _compile(compiler: str, library: Path) -> ctypes.CDLL:
+    """Compile into the cache, and load; what cannot be loaded never gets there."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        part, part_sum = Path(folder) / library.name, Path(folder) / "sum"
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(part), "-lm"]
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+        )
+        part_sum.write_text(f"{_sum_of(part)}\n", encoding="ascii")
+        # From here, since dlopen would answer with what it loaded from the final path before.
+        kernels = _opened(part)
+        part.replace(library)
+        part_sum.replace(_sum_file(library))
+    return kernels
+
+
+def _opened(library: Path) -> ctypes.CDLL:
+    """Load a library; raises ValueError where it has not got our functions."""
+    kernels = ctypes.CDLL(str(library))
+    missing = [name for name in SYMBOLS if not hasattr(kernels, name)]
+    if missing:
+        raise ValueError(f"{library.name} lacks {', '.join(missing)}")
+    return kernels
+
+
+def _sum_file(library: Path) -> Path:
+    return library.with_suffix(".so.sha256")
+
+
+def _sum_of(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _text_of(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None

@@ -361,6 +361,31 @@ def test_an_address_in_use_is_refused(folder: Path, sidecar: Sidecar) -> None:
     assert path.exists()
 
 
+def test_of_two_that_start_at_once_one_serves_and_one_says_why_not(folder: Path) -> None:
+    command = [sys.executable, "-m", "parlay.controller", "--listen", f"unix:{folder}/s.sock"]
+    pipe = subprocess.PIPE
+    both = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    try:
+        deadline_s = time.monotonic() + WAIT_S
+        while all(one.poll() is None for one in both):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        loser, winner = sorted(both, key=lambda one: one.poll() is None)
+        said = loser.communicate(timeout=WAIT_S)
+        assert said == (
+            "",
+            f"parlay serve: cannot listen on {folder}/s.sock: another process does\n",
+        )
+        assert loser.returncode == 1
+        assert winner.stdout is not None
+        assert "serving on" in winner.stdout.readline()
+    finally:
+        for one in both:
+            one.terminate()
+            one.communicate(timeout=WAIT_S)
+    assert list(folder.iterdir()) == []
+
+
 def test_arguments_that_cannot_be_are_refused_in_one_line(folder: Path) -> None:
     target = f"unix:{folder}/s.sock"
     file = folder / "file"
@@ -370,6 +395,8 @@ def test_arguments_that_cannot_be_are_refused_in_one_line(folder: Path) -> None:
         (("--listen", target, "--set", "speed=11"), "no setting 'speed'"),
         (("--listen", target, "--set", "speed"), "key=value"),
         (("--listen", "nowhere"), "unix:/path or host:port"),
+        (("--listen", target, "--admin", target), "another address than listen"),
+        (("--listen", target, "--tokens", f"{folder}/no"), f"tokens: {folder}/no: No such file"),
         (("--listen", f"unix:{file}"), "is no socket"),
         (("--listen", f"unix:{folder}/none/s.sock"), "does not exist"),
         (("--listen", f"unix:{folder}/{'x' * 120}"), "at most 107 bytes"),
@@ -397,14 +424,15 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-def test_a_command_that_is_told_to_end_takes_its_sidecar_along() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_command_that_ends_takes_its_sidecar_along(number: signal.Signals) -> None:
     program = """
 import time
-from parlay.engine.sidecar import sidecar
+from parlay.engine.sidecar import sidecar_process
 from parlay.policies import cli
 def work(argv):
-    with sidecar("none") as target:
-        print(target, flush=True)
+    with sidecar_process("none") as (target, pid):
+        print(target, pid, flush=True)
         time.sleep(60)
 cli.run = work
 cli.main()
@@ -412,8 +440,22 @@ cli.main()
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        socket = Path(process.stdout.readline().strip().removeprefix("unix:"))
+        target, pid = process.stdout.readline().split()
+        socket = Path(target.removeprefix("unix:"))
         assert socket.exists()
-        process.terminate()
-        assert process.wait(WAIT_S) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        killed = number == signal.SIGKILL
+        assert process.wait(WAIT_S) == (-number if killed else 128 + number)
+    until_s = time.monotonic() + (WAIT_S if killed else 0)
+    while (alive(int(pid)) or socket.parent.exists()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not alive(int(pid))
     assert not socket.parent.exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

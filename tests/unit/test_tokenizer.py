@@ -217,7 +217,7 @@ def test_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the chat template at .* cannot be read"):
         tokenizer.load(write(folder, byte_level(), "{% if %}"))
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="no chat template; --raw gives it"):
         tokenizer.load(folder).chat(CHAT)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
@@ -225,6 +225,54 @@ def test_names_what_is_wrong(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
         tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ strftime_now(5) }}",
+    ],
+    ids=["division", "type", "recursion", "range", "time"],
+)
+def test_a_template_that_fails_is_one_line(tmp_path: Path, template: str) -> None:
+    loaded = tokenizer.load(write(tmp_path, byte_level(), template))
+    with pytest.raises(
+        ValueError, match=r"the chat template fails: .*; --raw leaves it out"
+    ) as said:
+        loaded.chat(CHAT)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{{ " + b"(" * 20000], ids=["bytes", "deep"])
+def test_a_template_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes) -> None:
+    folder = write(tmp_path, byte_level())
+    (folder / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot be read: .*; mend it or take it out") as said:
+        tokenizer.load(folder)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("token", [{"x": 1}, {"content": None}, 5, ["<s>"]])
+def test_a_special_token_without_text_is_refused(tmp_path: Path, token: Any) -> None:
+    folder = write(tmp_path, byte_level(), bos_token=token)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json has a bos_token that is no text"):
+        tokenizer.load(folder)
+
+
+def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, byte_level(), "{{ messages[0].content }}")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 2}))
+    loaded = tokenizer.load(folder)
+    assert loaded.encode("") == []
+    assert loaded.encode("</s>") == [1]
+    for encode in (loaded.encode, lambda text: loaded.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ValueError, match="not in the model's vocabulary of 2") as said:
+            encode("a")
+        assert "\n" not in str(said.value)
 
 
 @pytest.mark.slow

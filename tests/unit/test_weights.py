@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parlay.engine import gguf_model, weights
-from parlay.engine.model_config import ModelConfig, from_hf, load_config
+from parlay.engine.model_config import ModelConfig, from_hf, load_config, reading
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -121,6 +121,12 @@ def test_loads_shards(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta must be a number above 0"),
         ({"rms_norm_eps": [1]}, "rms_norm_eps must be a number above 0"),
         ({"architectures": 5}, "architecture 5 is not supported"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "architecture .* is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architecture .* is not supported"),
+        ({"num_hidden_layers": 10**9}, "layers must be at most 4096, not 1000000000"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 0, not 0"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a number above 0"),
         ({"max_position_embeddings": 10**11}, "context must be at most 16777216"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size must be a whole number"),
@@ -158,6 +164,62 @@ def test_names_what_is_missing_or_damaged(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match="only safetensors checkpoints are supported"):
         weights.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Qwen3ForCausalLM"])
+def test_absurd_depths_are_refused_before_layers_are_listed(architecture: str) -> None:
+    config = HF_CONFIG | {"use_sliding_window": True, "sliding_window": 8, "rope_parameters": None}
+    with pytest.raises(ValueError, match="layers must be at most"):
+        from_hf(config | {"architectures": [architecture], "num_hidden_layers": 10**12})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        '{"hidden_size": ' + "[" * 100_000,
+        json.dumps(HF_CONFIG).replace("96", "9" * 5000),
+    ],
+    ids=["deep", "deeper", "digits"],
+)
+def test_a_config_that_cannot_be_parsed_is_named(tmp_path: Path, content: str) -> None:
+    (write(tmp_path) / "config.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"config\.json cannot be read: .* one JSON object"
+    ) as raised:
+        weights.load_checkpoint(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), OverflowError("a\nb"), RecursionError("a")])
+def test_odd_content_is_one_line(error: Exception) -> None:
+    with (
+        pytest.raises(ValueError, match=r"^f is damaged \(\w+Error: .*\); mend it$"),
+        reading("f", "mend it"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize("table", [{"a": 5, "b": "x"}, {"a": [1], "b": {"c": 1}}, {"a": None}])
+def test_an_index_of_no_files_is_refused(tmp_path: Path, table: Any) -> None:
+    index = write(tmp_path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(ValueError, match=r"index\.json has a weight_map with no file's name in it"):
+        weights.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 17, -1])
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, dtype: torch.dtype, bad: float, place: int
+) -> None:
+    tensors = random_tensors(from_hf(HF_CONFIG), dtype)
+    tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[place] = bad
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has NaN or infinity; dow"
+    ):
+        weights.load_checkpoint(write(tmp_path, tensors))
 
 
 def test_names_tensors_that_do_not_fit(tmp_path: Path) -> None:

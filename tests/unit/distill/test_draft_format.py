@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,13 @@ def test_refuses_other_safetensors(tmp_path: Path) -> None:
     assert "not a draft" in refusal(path)
 
 
-def rewritten(path: Path, drop: str = "", **header: object) -> None:
+def rewritten(
+    path: Path, drop: str = "", put: Mapping[str, Tensor] | None = None, **header: object
+) -> None:
     with safe_open(path, framework="pt") as opened:
         old = json.loads(opened.metadata()["draft"])
         tensors = {n: opened.get_tensor(n) for n in opened.keys() if n != drop}  # noqa: SIM118
-    save_file(tensors, path, {"draft": json.dumps({**old, **header})})
+    save_file({**tensors, **(put or {})}, path, {"draft": json.dumps({**old, **header})})
 
 
 def test_refuses_another_version(saved: Path) -> None:
@@ -115,3 +118,46 @@ def test_refuses_ids_outside_the_target(saved: Path) -> None:
     path = saved
     save_draft(path, CONFIG, weights(), IDS + 2, EMBEDDING, {})
     assert "token ids" in refusal(path)
+
+
+def test_refuses_deep_metadata(saved: Path) -> None:
+    save_file({"a": torch.zeros(2)}, saved, {"draft": "[" * 100_000})
+    assert "damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize("value", [0, -1, None, "x", 10**12, 2.5, [1], float("nan")])
+@pytest.mark.parametrize("size", ["hidden", "layers", "heads", "head_dim", "vocab", "context"])
+def test_refuses_sizes_that_are_none(saved: Path, size: str, value: object) -> None:
+    config = {n: v for n, v in dataclasses.asdict(CONFIG).items() if n != "traits"}
+    rewritten(saved, config={**config, size: value})
+    assert "damaged" in refusal(saved)
+
+
+@pytest.mark.parametrize("value", [0, -1, None, "x", [1], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("name", ["norm_eps", "rope_theta"])
+def test_refuses_factors_that_are_not_above_0(saved: Path, name: str, value: object) -> None:
+    config = {n: v for n, v in dataclasses.asdict(CONFIG).items() if n != "traits"}
+    rewritten(saved, config={**config, name: value})
+    assert f"{name} must be a number above 0" in refusal(saved)
+
+
+@pytest.mark.parametrize("name", ["eos_ids", "state_layers"])
+@pytest.mark.parametrize("value", [["x"], [1.5], 3, [[1]]])
+def test_refuses_lists_of_other_than_whole_numbers(saved: Path, name: str, value: object) -> None:
+    config = {n: v for n, v in dataclasses.asdict(CONFIG).items() if n != "traits"}
+    rewritten(saved, config={**config, name: value})
+    assert "config" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("vocab", IDS.float()),
+        ("lm_head.weight.scale", torch.full((20,), float("nan"))),
+        ("model.norm.weight", torch.full((16,), float("inf"))),
+        ("model.norm.weight", torch.ones(16, dtype=torch.int8)),
+    ],
+)
+def test_refuses_numbers_that_cannot_be(saved: Path, name: str, tensor: Tensor) -> None:
+    rewritten(saved, put={name: tensor})
+    assert "damaged" in refusal(saved)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,5 +159,57 @@ def test_a_compiler_that_fails_leaves_torch_and_a_line(
     try:
         assert build.load() is None
         assert "kernels not compiled" in caplog.text
+    finally:
+        build.load.cache_clear()
+
+
+def test_a_spoilt_library_in_the_cache_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = shutil.which("cc") or shutil.which("gcc")
+    assert real is not None
+    spare = tmp_path / "spare.so"
+    subprocess.run([real, "-O0", *build.FLAGS[1:], build.SOURCE, "-o", spare, "-lm"], check=True)
+    whole = spare.read_bytes()
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "$SPARE" "$2"\n')
+    compiler.chmod(0o755)
+    library = tmp_path
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("SPARE", str(spare))
+    monkeypatch.setenv("PARLAY_CACHE", str(tmp_path))
+    try:
+        for spoil in (None, b"", whole[:9000], whole[:-1], Path("/proc/self/exe").read_bytes()):
+            if spoil is not None:
+                library.write_bytes(spoil)
+            build.load.cache_clear()
+            assert build.load() is not None
+            (library,) = tmp_path.glob("kernels/llama-*.so")
+            assert library.read_bytes() == whole
+        # As it is now it is taken, and not without its checksum.
+        monkeypatch.setenv("SPARE", "/nowhere")
+        build.load.cache_clear()
+        assert build.load() is not None
+        assert not caplog.text
+        library.with_suffix(".so.sha256").unlink()
+        build.load.cache_clear()
+        assert build.load() is None
+        assert "kernels not compiled" in caplog.text
+    finally:
+        build.load.cache_clear()
+
+
+def test_a_library_without_our_functions_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "other.c"
+    source.write_text("void parlay_pack(void) {}\n")
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setenv("PARLAY_CACHE", str(tmp_path))
+    build.load.cache_clear()
+    try:
+        assert build.load() is None
+        assert "lacks parlay_linear" in caplog.text
+        assert not list(tmp_path.glob("kernels/*"))
     finally:
         build.load.cache_clear()

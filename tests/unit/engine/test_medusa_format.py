@@ -113,7 +113,22 @@ def rewritten(
         (lambda h: h["config"].update(blocks=[]), {}, "blocks"),
         (lambda h: h["config"].update(state_layers=[2, 1]), {}, "state_layers"),
         (lambda h: h["config"].update(state_layers=[1, 3]), {}, "target's sizes"),
+        (lambda h: h["config"].update(heads=10**12), {}, "at most 64"),
+        (lambda h: h["config"].update(heads=2.5), {}, "whole numbers"),
+        (lambda h: h["config"].update(blocks=[10**12, 0]), {}, "at most 64"),
+        (lambda h: h["config"].update(blocks=[1.5, 0]), {}, "whole numbers"),
+        (lambda h: h["config"].update(hidden=float("nan")), {}, "whole numbers"),
+        (lambda h: h["config"].update(norm_eps=0), {}, "norm_eps"),
+        (lambda h: h["config"].update(norm_eps="x"), {}, "norm_eps"),
+        (lambda h: h["config"].update(norm_eps=float("nan")), {}, "norm_eps"),
         (lambda h: None, {"vocab": torch.full((11,), 12, dtype=torch.int32)}, "token ids"),
+        (lambda h: None, {"vocab": IDS.float()}, "token ids"),
+        (lambda h: None, {"heads.0.norm.weight": torch.full((16,), float("nan"))}, "NaN"),
+        (
+            lambda h: None,
+            {"heads.0.in_proj.weight.scale": torch.full((16,), float("nan"))},
+            "NaN",
+        ),
         (lambda h: None, {"heads.1.norm.weight": torch.ones(3)}, "heads.1.norm.weight"),
         (lambda h: None, {"heads.0.in_proj.weight.scale": torch.ones(3)}, "in_proj.weight.scale"),
     ],
@@ -128,6 +143,13 @@ def test_damage_is_said_in_one_line(
     with pytest.raises(ValueError, match=said) as error:
         load_heads(file, TARGET)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_deep_metadata_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.safetensors"
+    save_file({"a": torch.ones(1)}, deep, {"heads": "[" * 100_000})
+    with pytest.raises(ValueError, match="damaged"):
+        load_heads(deep, TARGET)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -229,6 +251,8 @@ def test_public_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("this target needs", OfTarget(tiny_config(13, 2), torch.ones(13, 16), HEAD))
     torch.save({k: w for k, w in table.items() if k != "2.2.weight"}, folder / name)
     refused("2.2.weight is missing")
+    torch.save({**table, "2.2.weight": table["2.2.weight"] / 0}, folder / name)
+    refused("2.2.weight has NaN or infinity")
     torch.save([1], folder / name)
     refused("not a table")
     (folder / name).write_bytes(b"junk")

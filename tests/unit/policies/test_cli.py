@@ -1,6 +1,7 @@
 """The `parlay` command: lazy commands, one clear line for what it cannot do."""
 
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -126,6 +127,61 @@ def test_a_reader_who_leaves_ends_it_quietly() -> None:
     os.close(writer)
     assert done.returncode == 1
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ("cli.policies_list()", 1),
+        ("cli.typer.echo('x')", 1),
+        ("pass", 0),  # who has nothing to say needs no output
+    ],
+)
+def test_a_closed_output_is_one_line(lines: str, status: int) -> None:
+    program = f"""
+from parlay.policies import cli
+def work(argv):
+    {lines}
+    return 0
+cli.run = work
+cli.main()
+"""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, program],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    assert done.stderr == ("parlay: standard output is closed\n" if status else "")
+
+
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [("", 128 + signal.SIGHUP), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", 0)],
+)
+def test_a_closed_terminal_lets_it_clean_up_unless_nohup_says_go_on(
+    before: str, status: int
+) -> None:
+    program = f"""
+import signal
+from parlay.policies import cli
+def work(argv):
+    try:
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.raise_signal(signal.SIGHUP)
+        print("cleaned up")
+    return 0
+{before}
+cli.run = work
+cli.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "cleaned up\n", "")
 
 
 def test_a_policy_that_needs_a_file_is_listed_described_and_named_to_who_errs(

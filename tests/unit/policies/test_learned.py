@@ -98,6 +98,10 @@ def other_features(about: Any, _: Any) -> None:
     about["features"][0] = "mood"
 
 
+def no_list(about: Any, _: Any) -> None:
+    about["features"] = 5
+
+
 def other_actions(about: Any, _: Any) -> None:
     about["actions"].reverse()
 
@@ -109,6 +113,10 @@ def no_metadata(_: Any, header: Any) -> None:
 
 def bad_shape(_: Any, header: Any) -> None:
     header["layer.0.weight"]["shape"].reverse()
+
+
+def huge_shape(_: Any, header: Any) -> None:
+    header["layer.0.weight"]["shape"] = [10**30]
 
 
 def outside(_: Any, header: Any) -> None:
@@ -124,6 +132,8 @@ def lost_layer(_: Any, header: Any) -> None:
     [
         (set_schema, "schema 99"),
         (other_features, "other features"),
+        (no_list, "other features"),
+        (huge_shape, "damaged"),
         (other_actions, "other actions"),
         (no_metadata, "damaged"),
         (bad_shape, "do not fit"),
