@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from parlay.controller.audit import Audit
-from parlay.controller.config import FIELDS, flag, load, variable
+from parlay.controller.config import FIELDS, Config, flag, load, said_of_file, variable
 from parlay.controller.host import Host
 from parlay.controller.learned_states import read_snapshot
-from parlay.controller.listener import claim, release
+from parlay.controller.listener import Claim, claim
 from parlay.controller.log import StepLog
 from parlay.controller.observatory import Observatory
 from parlay.controller.reflection import check_reflection
@@ -51,12 +51,13 @@ def serve(config: Path | None, **flags: Any) -> None:
     environment (PARLAY_TLS_CERT); a flag beats the environment, which beats the file.
     """
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
+    told: Config | None = None
     try:
         told = load(flags, config)
         set_level(told.log_level)
         _serve(Running(told, lambda: load(flags, config), *doors(told)))
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        _fail(said_of_file(error, told))
 
 
 def _flags() -> inspect.Signature:
@@ -96,13 +97,17 @@ def _serve(running: Running) -> None:
     store = open_store(told.state)
     if told.reflection:
         check_reflection()
-    if told.admin:
-        claim(told.admin)
-        running.admin_door.check(told.admin, "admin")
-    claim(told.listen)
-    running.door.check(told.listen, "the sidecar")
-    audit = Audit(told.audit)
     with contextlib.ExitStack() as stack:
+        claims = []
+        for target, door, what in (
+            (told.admin, running.admin_door, "admin"),
+            (told.listen, running.door, "the sidecar"),
+        ):
+            if target:
+                claims.append(claim(target))
+                stack.callback(claims[-1].release)
+                door.check(target, what)
+        audit = Audit(told.audit)
         tracing = None
         if told.otel:
             tracing, leave = exporting()
@@ -112,19 +117,17 @@ def _serve(running: Running) -> None:
             kept = StepLog(told.log, told.policy, LogSettings(sample_rate=told.log_sample))
             host.keep = stack.enter_context(kept).put
             running.steps = kept
-        sharing = Sharing(store, told.tenant, told.model)
+        sharing = Sharing(store, told.tenant, told.model, ask=told.state.startswith("redis"))
         stack.callback(sharing.close)
         if page is not None:
             _counted(page[0].metrics, host, running, sharing, audit)
-        asyncio.run(_run(host, running, sharing, audit, page, tracing))
-    release(told.listen)
-    if told.admin:
-        release(told.admin)
+        asyncio.run(_run(host, running, claims, sharing, audit, page, tracing))
 
 
 async def _run(
     host: Host,
     running: Running,
+    claims: list[Claim],
     sharing: Sharing,
     audit: Audit,
     page: tuple[Page, socket.socket] | None,
@@ -143,6 +146,8 @@ async def _run(
     sys.setswitchinterval(SWITCH_S)
 
     def ready(address: str) -> None:
+        for one in claims:
+            one.bound()
         line = f"parlay: serving on {address} policy={host.policy} pid={os.getpid()}\n"
         # Unbuffered: what could not be written must not be tried again, and complained of, at exit.
         os.write(sys.stdout.fileno(), line.encode())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parlay.controller.config_kinds import KINDS, LEVELS
+from parlay.controller.listener import socket_path
 
 Source = tuple[Mapping[str, Any], Callable[[str], str]]
 """Values by key, and how the source names a key."""
@@ -140,6 +141,8 @@ class Config:
             raise ValueError("admin_tokens and admin_client_ca need admin, the address")
         if self.admin_client_ca and self.admin.startswith("unix:"):
             raise ValueError(f"admin_client_ca {plain}")
+        if self.admin and _address(self.admin) == _address(self.listen):
+            raise ValueError(f"admin needs another address than listen: both are {self.listen}")
         if self.admin_tokens and self.admin_tokens == self.tokens:
             raise ValueError("admin_tokens must be another file than tokens: engines are no admins")
         if self.admin_client_ca and self.admin_client_ca == self.client_ca and not self.admin_names:
@@ -190,11 +193,28 @@ def variable(key: str) -> str:
     return f"PARLAY_{key.upper()}"
 
 
+def said_of_file(error: Exception, config: Config | None) -> str:
+    """Return an error in one line; of a file that cannot be opened, with the key that names it."""
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    file = Path(os.fsdecode(error.filename))
+    keys = [key for key in FIELDS if config is not None and getattr(config, key) == file]
+    return f"{' and '.join(keys)}{': ' * bool(keys)}{file}: {error.strerror}"
+
+
 def changed(old: Config, new: Config) -> tuple[dict[str, Any], list[str]]:
     """Return what may change at once, by key, and the keys that differ but need a restart."""
     differ = [key for key in FIELDS if getattr(old, key) != getattr(new, key)]
     hot = {key: getattr(new, key) for key in differ if FIELDS[key].metadata["hot"]}
     return hot, [key for key in differ if key not in hot]
+
+
+def _address(listen: str) -> object:
+    """Return what two ways to write an address have in common; of port 0 each is another."""
+    path = socket_path(listen)
+    if path is not None:
+        return os.path.realpath(path)
+    return object() if listen.endswith(":0") else listen
 
 
 def _read(file: Path) -> dict[str, Any]:

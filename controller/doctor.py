@@ -46,7 +46,10 @@ def checks(asked: Asked) -> Iterator[Finding]:
     try:
         config = load({}, asked.config)
     except (OSError, ValueError) as error:
-        yield Finding(FAIL, "config", str(error), "mend it: parlay serve --help says the keys")
+        mend = "mend it: parlay serve --help says the keys"
+        if asked.config is not None and not asked.config.exists():
+            mend = "write it: controller/deploy/parlay.toml is an example to copy"
+        yield Finding(FAIL, "config", str(error), mend)
         return
     told = asked.config or "the defaults and PARLAY_*"
     yield Finding(OK, "config", f"{told}: policy {config.policy}, listens on {config.listen}")

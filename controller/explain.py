@@ -23,6 +23,9 @@ from parlay.controller.wording import plain
 from parlay.policies.explain import Explanation, Option, explain, words
 from parlay.policies.types import Reason
 
+SOME_IDS = 5
+"""So many requests are named to whoever asks for one that is not kept."""
+
 
 def explained(
     observatory: Observatory, request_id: int, engine: str | None = None
@@ -44,6 +47,7 @@ def explained(
         raise Unknown(
             f"request {request_id} is in no decision that is kept: the newest {KEPT_PLANS} steps of"
             f" each engine, and before them {KEPT_PLANS} more, one step in {SPARSE_STEPS}"
+            + _kept([seen for name, seen in engines.items() if engine in (None, name)])
         )
     name, seen, decision = max(found, key=lambda item: item[2].at_s)
     why = explain(seen.session.policy, decision.view, decision.plan, request_id)
@@ -62,6 +66,18 @@ def explained(
         }
     )
     return answer
+
+
+def _kept(engines: list[EngineSeen]) -> str:
+    """Return the newest requests of which a decision is kept, as the end of a sentence."""
+    ids: dict[int, None] = {}
+    newest = sorted((d for seen in engines for d in seen.newest), key=lambda d: -d.at_s)
+    for decision in newest:
+        ids |= dict.fromkeys(sorted(map(int, decision.view.request_id), reverse=True))
+        if len(ids) >= SOME_IDS:
+            break
+    some = ", ".join(map(str, list(ids)[:SOME_IDS]))
+    return f"; kept are, among others, {some}" if ids else "; none is kept yet"
 
 
 def sentence(why: Explanation) -> str:

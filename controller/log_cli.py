@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -14,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from parlay.controller.log import IDLE_S
 from parlay.controller.log_stats import as_json, stats_of
-from parlay.policies.decision_log import LogReader
+from parlay.policies.decision_log import LogReader, LogSettings, log_files
 from parlay.policies.files import check_writable, write_json, write_whole
 from parlay.policies.log_schema import COLUMNS, Columns, LoggedStep, rows_of
 from parlay.policies.types import Array, Plan, PlanSource, Proposer
@@ -46,7 +49,7 @@ def log_head(
 ) -> None:
     """Show the first rows of a decision log."""
     table = _table(_HEAD)
-    for step in LogReader(log):
+    for step in _read(log):
         for row in range(min(len(step.view), n - table.row_count)):
             table.add_row(*_head_row(step, row))
         if table.row_count >= n:
@@ -63,7 +66,7 @@ def log_stats(
     """Sum a decision log up, by policy version and by proposer."""
     if json_path is not None:
         check_writable(json_path)
-    found = as_json(stats_of(LogReader(log)))
+    found = as_json(stats_of(_read(log)))
     engines, sources = found["steps_by_engine"], found["rows_by_plan_source"]
     typer.echo(
         f"{found['steps']:,} steps of {len(engines)} engine{'s' * (len(engines) != 1)},"
@@ -94,7 +97,7 @@ def log_export(
     if out.suffix not in writers:
         raise ValueError(f"cannot write {out}: name it .csv or .jsonl")
     check_writable(out)
-    rows = write_whole(out, lambda file: writers[out.suffix](file, LogReader(log)))
+    rows = write_whole(out, lambda file: writers[out.suffix](file, _read(log)))
     typer.echo(f"{rows:,} rows in {out}")
 
 
@@ -114,6 +117,33 @@ def columns_of(step: LoggedStep) -> Columns:
     columns = rows_of(view, fit, plan, step.outcome, step.engine)
     columns["rows_in_step"] = np.full(len(view), step.rows_in_step, np.int32)
     return columns
+
+
+def _read(log: Path) -> LogReader:
+    """Return a log's reader; raises ValueError where it is still to be written."""
+    if log.is_dir() and not log_files(log) and _is_written(log):
+        soon = LogSettings()
+        raise ValueError(
+            f"{log} holds no decision log yet: the parlay serve that runs writes its first file"
+            f" {IDLE_S:.0f} s after the last step, {soon.file_age_s:.0f} s after the first, at"
+            f" {soon.file_bytes >> 20} MiB of rows, or when it ends"
+        )
+    return LogReader(log)
+
+
+def _is_written(folder: Path) -> bool:
+    """Say whether a process holds the folder to write a log into it."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _head_row(step: LoggedStep, row: int) -> list[str]:

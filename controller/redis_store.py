@@ -113,7 +113,11 @@ class RedisStore:
                 # What it knew of its nodes may be what is wrong.
                 self._drop()
             text = " ".join(str(error).split()) or type(error).__name__
-            raise StoreError(f"redis {self.url.kind}: {text}") from None
+            raise StoreError(f"{self._named()}: {text}") from None
+
+    def _named(self) -> str:
+        kind = "" if self.url.kind == "one" else f" {self.url.kind}"
+        return f"redis{kind} at {', '.join(f'{host}:{port}' for host, port in self.url.hosts)}"
 
     def _drop(self) -> None:
         try:

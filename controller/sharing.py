@@ -85,7 +85,11 @@ class _Member:
 
 
 class Sharing:
-    """Shares what the policies of a host's sessions learn, through a store, until closed."""
+    """Shares what the policies of a host's sessions learn, through a store, until closed.
+
+    ask: whether the store is asked something at once, so that one that is away is said at the start
+    and not when the first engine comes.
+    """
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class Sharing:
         tenant: str = "default",
         model: str = "default",
         period_s: float = PERIOD_S,
+        ask: bool = False,
     ) -> None:
         self.counts = ShareCounts()
         self._store, self._tenant, self._model = store, tenant, model
@@ -101,7 +106,7 @@ class Sharing:
         self._members: dict[str, _Member] = {}
         self._random = random.Random(self._instance)
         self._wake, self._closing, self._backoff_s = threading.Event(), False, 0.0
-        self._exchanged_s = time.monotonic()
+        self._exchanged_s, self._ask = time.monotonic(), ask
         self._thread = threading.Thread(target=self._work, name="parlay-state", daemon=True)
         self._thread.start()
 
@@ -214,6 +219,10 @@ class Sharing:
     # --- The thread that may wait ----------------------------------------------------------------
 
     def _work(self) -> None:
+        if self._ask:
+            # Of no engine's scope: nothing is there, and whether it answers is what matters.
+            scope = Scope(self._tenant, self._model, 0, "none", 1)
+            self._guarded(lambda: self._store.saved(scope, "none"))
         while not self._closing:
             began_s = time.monotonic()
             self._guarded(self._exchange)
@@ -224,7 +233,7 @@ class Sharing:
         self._guarded(self._save)
         self._guarded(self._store.close)
 
-    def _guarded(self, task: Callable[[], None]) -> None:
+    def _guarded(self, task: Callable[[], object]) -> None:
         """Do a task; count and say what it raises, once for each spell of failures."""
         try:
             task()
@@ -232,7 +241,7 @@ class Sharing:
             self.counts.failures += 1
             text = f"{type(error).__name__}: {error}"
             if not self.counts.last_error:
-                log.warning("state is not shared for now: %s", text)
+                log.warning("state is not shared for now, and is once the store answers: %s", text)
             self.counts.last_error = text
             self._backoff_s = min(max(2 * self._backoff_s, self._period_s), MOST_BACKOFF_S)
 

@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from parlay.controller.explain import explained
 from parlay.controller.figures import INK, LABEL, figures
+from parlay.controller.listener import is_number
 from parlay.controller.metrics import CONTENT_TYPE, Metrics
 from parlay.controller.observatory import Observatory, Unknown
 from parlay.controller.overview import overview
@@ -147,7 +148,7 @@ async def asset(request: Request) -> Response:
 def bind(address: str) -> socket.socket:
     """Return a socket bound to host:port (port 0: any); raises ValueError or OSError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not is_number(port) or int(port) > 65535:
         raise ValueError(f"--http {address}: write it as host:port")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

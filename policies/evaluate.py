@@ -55,6 +55,7 @@ MOST_UNKNOWN = 0.01
 """Share of rows without a propensity."""
 LEAST_SEEN = 10
 """Rows of the log that must have been at risk at a place, for the replay to fill it in."""
+EXPLORING = "exp3_spec, thompson, nightjar or beg_mab"
 _RESAMPLES = 400
 _BLOCK_STEPS = 10
 
@@ -207,7 +208,8 @@ def _weight_support(rows: Rows, weight: Array) -> tuple[float, float]:
     if share + 2.0 * spread / count < 1.0 - MOST_UNSUPPORTED:
         raise ValueError(
             f"the log's policy never makes about {unsupported:.0%} of the policy's choices (at most"
-            f" {MOST_UNSUPPORTED:.0%} may be): log with a policy that explores them"
+            f" {MOST_UNSUPPORTED:.0%} may be): log with a policy that explores them, such as"
+            f" {EXPLORING}"
         )
     return _enough(effective_size(_by_request(rows, np.where(free, weight, 0.0)))), unsupported
 

@@ -110,6 +110,11 @@ def test_a_wrong_file_is_the_only_finding(folder: Path) -> None:
     assert f"{file}: unknown key 'polcy'" in found["config"].text
 
 
+def test_a_file_that_is_missing_has_an_example(folder: Path) -> None:
+    found = look(folder / "missing.toml")
+    assert "controller/deploy/parlay.toml is an example" in found["config"].mend
+
+
 def test_certificates_that_end_are_said_before_and_after(folder: Path) -> None:
     ca = authority(folder)
     cert, key = signed(folder, ca, "server", days=5)

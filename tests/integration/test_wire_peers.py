@@ -65,6 +65,15 @@ def test_the_example_is_served_as_often_as_it_is_run(sidecar: Sidecar) -> None:
         assert receipt == "counted"
 
 
+@pytest.mark.parametrize("arguments", [(), ("unix:/nowhere.sock",)])
+def test_the_example_says_in_one_line_what_is_missing(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert ("no plan from unix:/nowhere.sock" if arguments else "usage: ") in done.stderr
+
+
 # --- Peers of other releases ---------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from parlay.controller.cli import serve
-from parlay.controller.config import FIELDS, Config, changed, flag, load, variable
+from parlay.controller.config import FIELDS, Config, changed, flag, load, said_of_file, variable
+from parlay.controller.running import doors
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -102,12 +103,29 @@ def test_the_other_sources_name_themselves(tmp_path: Path) -> None:
         ({"client_names": "a"}, "client_names needs client_ca too"),
         ({"admin_tokens": "/t"}, "need admin, the address"),
         ({"http_tokens": "/t"}, "http_tokens needs http too"),
+        ({"admin": "unix:/a", "listen": "unix:///x/../a"}, "another address than listen"),
+        ({"admin": "127.0.0.1:9", "listen": "127.0.0.1:9"}, "another address than listen"),
         ({"admin": "unix:/a", "tokens": "/t", "admin_tokens": "/t"}, "must be another file"),
     ],
 )
 def test_what_needs_something_else_says_so(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         load(given, None, {})
+
+
+def test_port_0_is_another_address_each_time() -> None:
+    assert Config(admin="127.0.0.1:0", listen="127.0.0.1:0").admin
+
+
+def test_a_file_that_is_missing_is_named_with_its_key(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    config = Config(listen="unix:/l", admin="unix:/a", admin_tokens=missing)
+    with pytest.raises(FileNotFoundError) as caught:
+        doors(config)
+    line = f"{missing}: No such file or directory"
+    assert said_of_file(caught.value, config) == f"admin_tokens: {line}"
+    assert said_of_file(caught.value, None) == line
+    assert said_of_file(ValueError("x"), config) == "x"
 
 
 def test_certificates_of_one_signer_need_names_to_tell_people_from_engines() -> None:

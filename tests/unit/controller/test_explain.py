@@ -120,6 +120,11 @@ def test_a_request_or_engine_that_is_not_known_is_said_in_a_line() -> None:
     _, observatory, _ = watched("fixed", 2)
     with pytest.raises(Unknown, match="request 999999 is in no decision that is kept"):
         explained(observatory, 999_999)
+    kept = int(observatory.engines["e"].newest[-1].view.request_id.max())
+    with pytest.raises(Unknown, match=f"kept are, among others, {kept}"):
+        explained(observatory, 999_999)
+    with pytest.raises(Unknown, match="none is kept yet"):
+        explained(Observatory(), 999_999)
     with pytest.raises(Unknown, match="no engine 'x' was heard; known: e"):
         explained(observatory, 1, "x")
 

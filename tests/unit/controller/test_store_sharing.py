@@ -27,6 +27,9 @@ WAIT_S = 10.0
 PERIOD_S = 0.01
 
 
+SILENT = "state is not shared for now, and is once the store answers: StoreError: gone"
+
+
 class Faulty(MemoryStore):
     """Memory that does as `fault` does before every exchange."""
 
@@ -153,11 +156,23 @@ def test_a_store_that_fails_is_asked_less_and_complained_of_once(
     failures = sharing.counts.failures
     time.sleep(0.1)
     assert sharing.counts.failures <= failures + 2
-    assert [r.message for r in caplog.records] == ["state is not shared for now: StoreError: gone"]
+    assert [r.message for r in caplog.records] == [SILENT]
     store.fault = lambda: None
     swap_until(lambda: sharing.counts.last_error == "", host, sharing)
     assert caplog.records[-1].message == "state is shared again"
     sharing.close()
+
+
+def test_a_store_that_is_away_is_said_before_any_engine_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Away(Faulty):
+        def saved(self, scope: Scope, engine_id: str) -> tuple[Held, bool] | None:
+            raise StoreError("gone")
+
+    sharing = Sharing(Away(), period_s=PERIOD_S, ask=True)
+    sharing.close()
+    assert [r.message for r in caplog.records] == [SILENT]
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from parlay.controller import host as host_module
+from parlay.controller import listener
 from parlay.controller.config_kinds import parse_settings
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
 from parlay.controller.listener import claim, socket_path
@@ -132,11 +135,36 @@ def test_settings_are_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    "listen", ["", "50051", "host:", ":50051", "host:port", "host:70000", "unix"]
+    "listen", ["", "50051", "host:", ":50051", "host:port", "host:70000", "unix", "host:²"]
 )
 def test_an_address_must_be_one(listen: str) -> None:
     with pytest.raises(ValueError, match=r"unix:/path or host:port"):
         claim(listen)
+
+
+def test_a_path_has_one_owner_who_removes_only_its_own_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HANDOVER_S", 0.1)
+    path = tmp_path / "s"
+    first = claim(f"unix:{path}")
+    with pytest.raises(OSError, match="another process does"):
+        claim(f"unix:{path}")
+    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as theirs:
+        ours.bind(str(path))
+        first.bound()
+        path.rename(tmp_path / "aside")
+        theirs.bind(str(path))
+        first.release()
+        assert path.is_socket()
+        second = claim(f"unix:{path}")
+        assert not path.exists()
+        (tmp_path / "aside").rename(path)
+        second.bound()
+        first.release()
+        assert path.is_socket()
+        second.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_of_unix_addresses() -> None:

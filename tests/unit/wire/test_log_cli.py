@@ -14,6 +14,7 @@ import pytest
 from tests.unit.policies.logged import random_rows, random_step
 
 from parlay.controller import log_cli
+from parlay.controller.log import StepLog
 from parlay.controller.log_cli import columns_of
 from parlay.policies import cli
 from parlay.policies.decision_log import DecisionLog, LogReader, log_files
@@ -183,6 +184,16 @@ def test_what_is_no_log_is_one_line(
     foreign = tmp_path / "foreign"
     foreign.write_text("something else")
     assert "damaged or no Parquet file" in refused(capsys, command, foreign)
+
+
+@pytest.mark.parametrize("command", ["head", "stats"])
+def test_a_log_that_is_still_to_be_written_says_when(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with StepLog(tmp_path, "none"):
+        said = refused(capsys, command, tmp_path)
+    assert "holds no decision log yet" in said
+    assert "or when it ends" in said
 
 
 def test_a_place_that_cannot_be_written_is_one_line(
