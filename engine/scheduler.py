@@ -44,7 +44,7 @@ class EngineConfig:
     draft_catch_up_tokens: int = 256
     prefix_cache: bool = True
     tree_width: int = 1
-    vocab_tokens: int = 2**31
+    vocab_tokens: int = 2**63
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

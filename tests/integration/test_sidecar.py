@@ -427,7 +427,8 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_command_that_ends_takes_its_sidecar_along(number: signal.Signals) -> None:
     program = """
-import time
+import signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
 from parlay.engine.sidecar import sidecar_process
 from parlay.policies import cli
 def work(argv):

@@ -159,7 +159,10 @@ cli.main()
 
 @pytest.mark.parametrize(
     ("before", "status"),
-    [("", 128 + signal.SIGHUP), ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", 0)],
+    [
+        ("signal.signal(signal.SIGHUP, signal.SIG_DFL)", 128 + signal.SIGHUP),
+        ("signal.signal(signal.SIGHUP, signal.SIG_IGN)", 0),
+    ],
 )
 def test_a_closed_terminal_lets_it_clean_up_unless_nohup_says_go_on(
     before: str, status: int
