@@ -20,7 +20,7 @@ from parlay.controller.audit import Audit
 from parlay.controller.config import FIELDS, Config, flag, load, said_of_file, variable
 from parlay.controller.host import Host
 from parlay.controller.learned_states import read_snapshot
-from parlay.controller.listener import Claim, claim
+from parlay.controller.listener import Claim, bind, claim
 from parlay.controller.log import StepLog
 from parlay.controller.observatory import Observatory
 from parlay.controller.reflection import check_reflection
@@ -182,7 +182,7 @@ def _page(host: Host, running: Running) -> tuple[Page, socket.socket]:
     try:
         from parlay.controller.metrics import Metrics
         from parlay.controller.page_door import check_page
-        from parlay.controller.web import Page, bind
+        from parlay.controller.web import Page
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("parlay"):
             raise
@@ -197,7 +197,8 @@ def _page(host: Host, running: Running) -> tuple[Page, socket.socket]:
         else:
             log.warning("the page's tokens travel as plain text: tls_cert and tls_key mend that")
     host.watch = Observatory()
-    return Page(host.watch, Metrics(host.watch, lambda: host.policy), tokens, tls), bind(told.http)
+    page = Page(host.watch, Metrics(host.watch, lambda: host.policy), tokens, tls)
+    return page, bind(told.http, "--http")
 
 
 def _counted(

@@ -52,7 +52,8 @@ def claim(listen: str) -> Claim:
     """Check an address and remove a socket that nobody listens on; raises OSError or ValueError."""
     path = socket_path(listen)
     if path is None:
-        _try_port(listen)
+        # What gRPC says about a port that is taken is long and unclear.
+        bind(listen, "--listen", "unix:/path or host:port").close()
         return Claim()
     return _claim_path(path)
 
@@ -64,24 +65,28 @@ def socket_path(listen: str) -> Path | None:
     return Path(listen.removeprefix("unix://").removeprefix("unix:"))
 
 
-def is_number(text: str) -> bool:
-    """Say whether a text is digits that `int` takes: isdigit alone is true of superscripts."""
-    return text.isascii() and text.isdigit()
+def bind(address: str, flag: str, ways: str = "host:port") -> socket.socket:
+    """Return a socket bound to host:port (port 0: any); raises OSError or ValueError.
 
-
-def _try_port(listen: str) -> None:
-    """Bind and let go: what gRPC says about a port that is taken is long and unclear."""
-    host, _, port = listen.rpartition(":")
-    if not host or not is_number(port) or int(port) > MAX_PORT:
-        raise ValueError(f"--listen {listen}: write it as unix:/path or host:port")
+    flag: how the address was given; ways: how it may be written.
+    """
+    host, _, port = address.rpartition(":")
+    # isdigit alone is true of superscripts, too.
+    if not (host and port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
+        raise ValueError(f"{flag} {address}: write it as {ways}")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        family, kind, protocol, _, where = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+        except OSError:
+            bound.close()
+            raise
     except OSError as error:
-        raise OSError(f"cannot listen on {listen}: {error.strerror}") from None
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from None
+    return bound
 
 
 def _claim_path(path: Path) -> Claim:

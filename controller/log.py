@@ -206,3 +206,18 @@ def _claim(folder: Path) -> int:
             f"cannot write the decision log into {folder}: another process does"
         ) from None
     return lock
+
+
+def is_written(folder: Path) -> bool:
+    """Say whether a process holds the folder to write a log into it."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

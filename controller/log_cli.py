@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -16,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from parlay.controller.log import IDLE_S
+from parlay.controller.log import IDLE_S, is_written
 from parlay.controller.log_stats import as_json, stats_of
 from parlay.policies.decision_log import LogReader, LogSettings, log_files
 from parlay.policies.files import check_writable, write_json, write_whole
@@ -121,7 +119,7 @@ def columns_of(step: LoggedStep) -> Columns:
 
 def _read(log: Path) -> LogReader:
     """Return a log's reader; raises ValueError where it is still to be written."""
-    if log.is_dir() and not log_files(log) and _is_written(log):
+    if log.is_dir() and not log_files(log) and is_written(log):
         soon = LogSettings()
         raise ValueError(
             f"{log} holds no decision log yet: the parlay serve that runs writes its first file"
@@ -129,21 +127,6 @@ def _read(log: Path) -> LogReader:
             f" {soon.file_bytes >> 20} MiB of rows, or when it ends"
         )
     return LogReader(log)
-
-
-def _is_written(folder: Path) -> bool:
-    """Say whether a process holds the folder to write a log into it."""
-    try:
-        lock = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _head_row(step: LoggedStep, row: int) -> list[str]:

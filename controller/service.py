@@ -19,6 +19,7 @@ from parlay.controller.access import Access, Denied, Door, Unauthenticated
 from parlay.controller.admin import AdminServicer
 from parlay.controller.audit import Audit
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
+from parlay.controller.listener import socket_path
 from parlay.controller.reflection import reflect
 from parlay.controller.tracing import Tracing
 from parlay.protos import codec
@@ -190,16 +191,8 @@ async def serve(
     listeners tell what they serve. Calls `ready` with the address that is served. Raises OSError
     where one cannot be bound, ValueError where other hosts reach one that asks nothing.
     """
-    door = door or Door()
-    door.check(target, "the sidecar")
-    server = _server(door, OPTIONS, tracing)
-    servicer = Servicer(host)
-    checker = health.aio.HealthServicer()
-    server.add_generic_rpc_handlers((servicer.handler(),))
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    if reflection:
-        reflect(server, (SERVICE, health.SERVICE_NAME))
-    port = _bind(server, target, door)
+    servicer, checker = Servicer(host), health.aio.HealthServicer()
+    server, address = _policy_server(servicer, checker, target, door or Door(), tracing, reflection)
     tasks: set[asyncio.Task[None]] = set()
 
     def drain(after_s: float) -> int:
@@ -215,7 +208,7 @@ async def serve(
     for name in ("", SERVICE):
         await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
     try:
-        ready(target if target.startswith("unix:") else f"{target.rpartition(':')[0]}:{port}")
+        ready(address)
         await stop.wait()
         # Who is still there then is told why; what gRPC cancels it logs as an error of ours.
         servicer.drain(CUT_SHARE * grace_s)
@@ -236,21 +229,41 @@ def _server(
     return grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
 
 
-def _bind(server: grpc.aio.Server, target: str, door: Door) -> int:
-    """Bind a server, a Unix socket with its door's mode; return its port. Raises OSError."""
+def _bind(server: grpc.aio.Server, target: str, door: Door) -> str:
+    """Bind a server, a Unix socket with its door's mode; return its address. Raises OSError."""
+    path = socket_path(target)
     try:
-        if not target.startswith("unix:"):
-            if door.tls is not None:
-                return server.add_secure_port(target, door.tls.credentials())
-            return server.add_insecure_port(target)
-        port = server.add_insecure_port(target)
+        if path is None and door.tls is not None:
+            port = server.add_secure_port(target, door.tls.credentials())
+        else:
+            port = server.add_insecure_port(target)
     except RuntimeError as error:
         raise OSError(
             f"cannot listen on {target}: in use, or not an address of this host"
         ) from error
+    if path is None:
+        return f"{target.rpartition(':')[0]}:{port}"
     # Bound, but not listening before `start`: nobody can have connected.
-    Path(target.removeprefix("unix://").removeprefix("unix:")).chmod(door.mode)
-    return port
+    path.chmod(door.mode)
+    return target
+
+
+def _policy_server(
+    servicer: Servicer,
+    checker: health.aio.HealthServicer,
+    target: str,
+    door: Door,
+    tracing: Tracing | None,
+    reflection: bool,
+) -> tuple[grpc.aio.Server, str]:
+    """Return a server of PolicyService and health, and its address; bound as `_admin_server`'s."""
+    door.check(target, "the sidecar")
+    server = _server(door, OPTIONS, tracing)
+    server.add_generic_rpc_handlers((servicer.handler(),))
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    if reflection:
+        reflect(server, (SERVICE, health.SERVICE_NAME))
+    return server, _bind(server, target, door)
 
 
 def _admin_server(

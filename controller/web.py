@@ -27,7 +27,6 @@ from starlette.routing import Route
 
 from parlay.controller.explain import explained
 from parlay.controller.figures import INK, LABEL, figures
-from parlay.controller.listener import is_number
 from parlay.controller.metrics import CONTENT_TYPE, Metrics
 from parlay.controller.observatory import Observatory, Unknown
 from parlay.controller.overview import overview
@@ -143,26 +142,6 @@ async def asset(request: Request) -> Response:
     content = _asset(name)
     headers = {"cache-control": "max-age=3600" if name == _PLOTLY else "no-cache"}
     return Response(content, media_type=_KINDS[Path(name).suffix], headers=headers)
-
-
-def bind(address: str) -> socket.socket:
-    """Return a socket bound to host:port (port 0: any); raises ValueError or OSError."""
-    host, _, port = address.rpartition(":")
-    if not host or not is_number(port) or int(port) > 65535:
-        raise ValueError(f"--http {address}: write it as host:port")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, protocol, _, where = found[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(where)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise OSError(f"cannot listen on {address}: {error.strerror}") from None
-    return bound
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -44,43 +44,30 @@ class Contender:
     decode: Callable[[list[int], int, str], Timing]
 
 
-@dataclass(slots=True)
-class Tally:
-    """What a contender did, prompt by prompt, in the order of the rounds."""
-
-    timings: list[Timing] = field(default_factory=list)
-
-    def row(self, contender: Contender) -> dict[str, Any]:
-        """Return the report's row: tokens a second over all, medians of TTFT and TPOT in ms."""
-        seconds = sum(t.total_s for t in self.timings)
-        return {
-            "engine": contender.engine,
-            "mode": contender.mode,
-            "concurrency": 1,
-            "tokens_per_s": sum(t.tokens for t in self.timings) / seconds,
-            "ttft_ms": 1e3 * median(t.ttft_s for t in self.timings),
-            "tpot_ms": 1e3 * median(t.tpot_s for t in self.timings),
-        }
-
-
 def interleave(
     contenders: Sequence[Contender],
     prompts: Sequence[tuple[str, list[int]]],
     output_tokens: int,
     rounds: int,
-    on_done: Callable[[], None],
-) -> list[Tally]:
-    """Let every contender decode every (task, prompt), each first as often as the others."""
-    tallies = [Tally() for _ in contenders]
+) -> list[list[Timing]]:
+    """Let every contender decode every (task, prompt), each first as often as the others.
+
+    Return each one's times, prompt by prompt, in the order of the rounds.
+    """
+    timings: list[list[Timing]] = [[] for _ in contenders]
     for contender in contenders:  # warms caches and lazy set-up
         contender.decode(prompts[0][1], 4, prompts[0][0])
     for number in range(rounds):
         for index, (task, ids) in enumerate(prompts):
             for turn in range(len(contenders)):
                 who = (turn + number + index) % len(contenders)
-                tallies[who].timings.append(contenders[who].decode(ids, output_tokens, task))
-                on_done()
-    return tallies
+                timings[who].append(contenders[who].decode(ids, output_tokens, task))
+    return timings
+
+
+def tokens_per_s(timings: Sequence[Timing]) -> float:
+    """Return all tokens over all time, of requests that ran one after another."""
+    return sum(t.tokens for t in timings) / sum(t.total_s for t in timings)
 
 
 def read_bandwidth() -> float:

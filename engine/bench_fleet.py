@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 
 from parlay.engine.bench_memory import resident_mb
+from parlay.engine.remote import OPTIONS
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
@@ -35,11 +36,6 @@ _RECORDED = 400
 _MOST_IDS = 1 << 20
 _PARTS = 6
 """Memory at the start and at the end is the median of the first and last of so many parts."""
-_SIZE = (
-    ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 @dataclass(slots=True)
@@ -105,7 +101,7 @@ def _replayed(engine: Engine, step: int) -> codec.StepReport:
 async def _run(
     target: str, pid: int, fleet: Sequence[Engine], seconds: float, memory_mb: list[float]
 ) -> None:
-    async with grpc.aio.insecure_channel(target, options=_SIZE) as channel:
+    async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
         watch = asyncio.create_task(_watch(pid, memory_mb))
         try:
             await asyncio.gather(*(_steer(channel, engine, seconds) for engine in fleet))

@@ -17,7 +17,8 @@ MODES = {
     (PROMPT_LOOKUP, "ngram"): "10 tokens",
 }
 """What of generate takes part, and how it is set: transformers' own schedules, at its defaults."""
-_ASSISTED = {"confidence": (20, "constant", 0.4), "heuristic": (5, "heuristic", 0.0)}
+SCHEDULES = {"confidence": (20, "constant", 0.4), "heuristic": (5, "heuristic", 0.0)}
+"""By mode: tokens, their schedule, the confidence below which drafting stops."""
 _LOOKUP_TOKENS = 10
 
 
@@ -61,7 +62,7 @@ def open_hf(settings: Json) -> tuple[Json, DecodeJob]:
 
             if not drafts:
                 drafts["shipped"] = shipped_draft(model)
-            extra["assistant_model"] = _scheduled(drafts["shipped"], job["mode"])
+            extra["assistant_model"] = scheduled(drafts["shipped"], *SCHEDULES[job["mode"]])
         elif job["engine"] == PROMPT_LOOKUP:
             extra["prompt_lookup_num_tokens"] = _LOOKUP_TOKENS
         return _waves(model, job, extra)
@@ -69,14 +70,12 @@ def open_hf(settings: Json) -> tuple[Json, DecodeJob]:
     return {"version": transformers.__version__}, decode
 
 
-def _scheduled(draft: Any, mode: str) -> Any:
+def scheduled(draft: Any, tokens: int, schedule: str, confidence: float) -> Any:
     """Start the draft's own schedule; it goes on from request to request of a load."""
     config = draft.generation_config
-    (
-        config.num_assistant_tokens,
-        config.num_assistant_tokens_schedule,
-        config.assistant_confidence_threshold,
-    ) = _ASSISTED[mode]
+    config.num_assistant_tokens = tokens
+    config.num_assistant_tokens_schedule = schedule
+    config.assistant_confidence_threshold = confidence
     return draft
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parlay.engine.bench import Timing
 from parlay.engine.bench_load import Answer, Decode, Entrant, Load
 from parlay.engine.bench_memory import peak_mb, reset_peak
-from parlay.engine.demo.modes import STATICS
+from parlay.engine.demo.modes import STATICS, Mode
+from parlay.engine.demo.stats import ADAPTIVE, NONE
 from parlay.engine.request import OnTokens, Request, SamplingParams, SpeculationParams
 from parlay.engine.sparing import SparingPlanner
 from parlay.engine.step import Engine
@@ -19,35 +20,24 @@ from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.policy import make_policy
 
 PARLAY = "parlay"
-NONE, BEST_STATIC, GATE, ADAPTIVE = "none", "best_static", "gate", "adaptive"
+BEST_STATIC, GATE = "best_static", "gate"
 POLICIES = {NONE: "none", ADAPTIVE: "goodput"}
 
 
-@dataclass(slots=True, frozen=True)
-class Setting:
-    """A policy with its settings, as somebody who tunes by hand would try it."""
-
-    name: str
-    policy: str
-    settings: dict[str, Any]
-
-
-def _gate(min_match: int, k_ngram: int, k_draft: int) -> Setting:
+def _gate(min_match: int, k_ngram: int, k_draft: int) -> Mode:
     settings = {"min_match": min_match, "k_ngram": k_ngram, "k_draft": k_draft}
-    return Setting(" ".join(f"{k}={v}" for k, v in settings.items()), "ngram_gate", settings)
+    return Mode(" ".join(f"{k}={v}" for k, v in settings.items()), "ngram_gate", settings)
 
 
 CANDIDATES = {
-    BEST_STATIC: tuple(
-        Setting(m.name, m.policy, dict(m.settings)) for m in STATICS if m.policy == "fixed"
-    ),
+    BEST_STATIC: tuple(m for m in STATICS if m.policy == "fixed"),
     GATE: (_gate(4, 7, 3), _gate(4, 7, 1), _gate(4, 7, 0), _gate(2, 5, 1)),
 }
 """From which the best is chosen, mode by mode and concurrency by concurrency."""
 
 
 def lane(
-    backend: TorchBackend, eos_ids: Sequence[int], policy: str, settings: dict[str, Any]
+    backend: TorchBackend, eos_ids: Sequence[int], policy: str, settings: Mapping[str, Any]
 ) -> Decode:
     """Return our engine with a policy in this process; it learns on from load to load."""
     # Prompts come again, and shall cost what they did.

@@ -24,6 +24,11 @@ class Load:
     lengths: list[int]
     tasks: list[str]
 
+    @property
+    def tokens(self) -> int:
+        """Return the output tokens of all requests, at most."""
+        return sum(self.lengths)
+
 
 @dataclass(slots=True, frozen=True)
 class Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,17 +12,20 @@ from typing import Any
 from rich.console import Console
 
 from parlay.engine import bench
-from parlay.engine.bench_lane import ADAPTIVE, CANDIDATES, NONE, PARLAY, POLICIES, choose, lane
+from parlay.engine.bench_lane import CANDIDATES, PARLAY, POLICIES, choose, lane
 from parlay.engine.bench_load import Entrant, Load, mixed_loads
 from parlay.engine.bench_overhead import overhead_ms
 from parlay.engine.bench_peers import check_peers, start_peers, taking_part
 from parlay.engine.bench_report import against_best, print_report, ratio_to_hf, rows_of
-from parlay.engine.bench_rounds import Bar, run_rounds
+from parlay.engine.bench_rounds import run_rounds
+from parlay.engine.demo.bar import Bar
 from parlay.engine.demo.prompts import demo_prompts
+from parlay.engine.demo.stats import ADAPTIVE, NONE
 from parlay.engine.demo.workload import CONCURRENCIES
 from parlay.engine.llm import load_backend
 from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.weights import default_model_dir, load_checkpoint
+from parlay.policies.files import write_json
 
 THREADS = 1
 _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 4
@@ -78,7 +80,7 @@ def bench_main(
         "threads": THREADS,
     }
     if json_file:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report)
     print_report(report, console)
 
 
@@ -119,21 +121,25 @@ def measure(
         )
         for mode in (NONE, ADAPTIVE)
     )
-    tokens = sum(sum(load.lengths) for load in loads)
+    tokens = sum(load.tokens for load in loads)
     choosing = tokens * sum(len(lanes) for lanes in tried.values())
     whole = tokens * (2 + len(tried)) + sum(
-        sum(load.lengths) for p in peers for load in loads if load.concurrency in p.settings
+        load.tokens for p in peers for load in loads if load.concurrency in p.settings
     )
     with Bar(console, choosing + size.rounds * whole) as bar:
+
+        def done(load: Load) -> None:
+            bar.advance(load.tokens)
+
         bar.start("warming up")
         for entrant in (plain, adaptive, *peers):
             entrant.decode(_warm_up(loads, entrant))
         chosen = []
         for mode, lanes in tried.items():
             bar.start(f"choosing {mode}")
-            chosen.append(choose(lanes, mode, loads, bar.done))
+            chosen.append(choose(lanes, mode, loads, done))
         entrants = [plain, *chosen, adaptive, *peers]
-        answers = run_rounds(entrants, loads, size.rounds, stop_s, bar.start, bar.done)
+        answers = run_rounds(entrants, loads, size.rounds, stop_s, bar.start, done)
         bar.finish()
     rows = rows_of(entrants, answers)
     return {

@@ -56,9 +56,9 @@ def overhead_ms(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return by mode and batch the medians over `steps` steps of two parts of a step.
 
-    policies: by mode. "engine": step_ms - verify_ms - draft_ms without "policy": deciding and
-    learning, which a sidecar takes over. verify_ms holds the target's pass and sampling, draft_ms
-    each proposer's work. Only steps in which the whole batch decodes count.
+    policies: by mode, asked in every step. "engine": step_ms - verify_ms - draft_ms without
+    "policy": deciding and learning, which a sidecar takes over. verify_ms holds the target's pass
+    and sampling, draft_ms each proposer's work. Only steps in which the whole batch decodes count.
     """
     return {
         mode: {str(b): _medians_ms(backend, prompt_ids, policy, b, steps) for b in BATCHES}

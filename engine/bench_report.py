@@ -11,8 +11,9 @@ from rich.table import Table
 
 from parlay.engine import bench
 from parlay.engine.bench_hf import HF
-from parlay.engine.bench_lane import ADAPTIVE, NONE, PARLAY
+from parlay.engine.bench_lane import PARLAY
 from parlay.engine.bench_load import Answer, Entrant, row_of
+from parlay.engine.demo.stats import ADAPTIVE, NONE
 
 Json = dict[str, Any]
 _LEFT = ("engine", "mode", "set to")

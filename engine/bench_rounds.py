@@ -5,19 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from parlay.engine.bench_load import Answer, Entrant, Load
 
-TELL_S = 20.0
 Key = tuple[int, int]
 """An entrant's place and a concurrency."""
 
@@ -52,46 +41,3 @@ def run_rounds(
                 on_done(load)
         longest_s = max(longest_s, time.monotonic() - began_s)
     return answers
-
-
-class Bar:
-    """A bar over loads by their tokens; where none can be drawn, a line now and then.
-
-    total: tokens of all loads to come. Use as a context.
-    """
-
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._said_s = console, time.monotonic()
-        self._progress = Progress(
-            TextColumn("{task.description:<40}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("", total=total)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, what: str) -> None:
-        """Say what runs now."""
-        self._progress.update(self._task, description=what)
-        if not self._console.is_terminal and time.monotonic() - self._said_s > TELL_S:
-            self._said_s = time.monotonic()
-            percent = self._progress.tasks[0].percentage
-            self._console.print(f"{what}: {percent:.0f}%", highlight=False)
-
-    def done(self, load: Load) -> None:
-        """Count a load."""
-        self._progress.advance(self._task, sum(load.lengths))
-
-    def finish(self) -> None:
-        """Fill the bar: what is left was not wanted."""
-        self._progress.update(self._task, completed=self._progress.tasks[0].total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from parlay.engine.bench_fleet import measure_fleet, percentiles
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner, RemoteStats
 from parlay.engine.sidecar import START_S, sidecar, sidecar_process
+from parlay.policies.files import write_json
 from parlay.policies.policy import make_policy
 from parlay.policies.synthetic import LIMITS, History
 
@@ -59,7 +59,7 @@ def bench_rpc(
         shown = f"{value:.4g}" if isinstance(value, float) else value
         typer.echo(f"{name:23} {shown!s:8} {_MEANING.get(name, '')}".rstrip())
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, figures)
 
 
 def measure(target: str, requests: int, steps: int) -> dict[str, float]:

@@ -12,12 +12,21 @@ from typing import Annotated, Any
 
 import typer
 
+from parlay.engine.options import (
+    BatchInvariant,
+    CorpusFiles,
+    Device,
+    Dtype,
+    ModelFolder,
+    OfDraft,
+    PolicyName,
+    Settings,
+    Sidecar,
+    chosen_policy,
+)
+
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the figures here")
-]
-CorpusFiles = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="a text that drafts may be taken from; give it repeatedly"),
 ]
 
 
@@ -53,24 +62,14 @@ def demo(
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to say to the model; - reads standard input")],
-    model: Annotated[Path | None, typer.Option(help="a Hugging Face checkpoint's folder")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="what decides on speculation [default: goodput]")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    draft_dtype: Annotated[
-        str | None, typer.Option(help="the draft model's [default: the model's]")
-    ] = None,
-    draft_device: Annotated[
-        str | None, typer.Option(help="the draft model's [default: the model's]")
-    ] = None,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="same bits alone, batched, among drafts")
-    ] = False,
+    model: ModelFolder = None,
+    policy: PolicyName = None,
+    settings: Settings = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    draft_dtype: OfDraft = None,
+    draft_device: OfDraft = None,
+    batch_invariant: BatchInvariant = False,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
     max_tokens: Annotated[int, typer.Option(help="end after so many tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -79,13 +78,7 @@ def generate(
         typer.Option(help="of draws at a temperature; in float32 no policy changes the text"),
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text")] = None,
-    sidecar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET",
-            help="let a `parlay serve` decide (unix:/path, host:port), and us where it is silent",
-        ),
-    ] = None,
+    sidecar: Sidecar = None,
     corpus: CorpusFiles = None,
     stats: Annotated[bool, typer.Option("--stats", help="say what speculation did")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead")] = False,
@@ -100,12 +93,9 @@ def generate(
         sampling = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ())
         )
-        if sidecar is not None and (policy is not None or settings):
-            raise ValueError("--sidecar decides by its own policy: leave out --policy and --set")
-        chosen = policy or "goodput", key_values(settings or [])
+        chosen = chosen_policy(policy, settings, sidecar)
         runs = Placement(dtype, device, draft_dtype, draft_device, batch_invariant)
-        opened = open_engine(model, *chosen, sidecar, runs, corpus or ())
-        with opened as (engine, tokenizer):
+        with open_engine(model, *chosen, sidecar, runs, corpus or ()) as (engine, tokenizer):
             ids = (
                 tokenizer.chat([{"role": "user", "content": text}])
                 if chat
@@ -139,14 +129,6 @@ def bench_engine(
         from parlay.engine.bench_main import FULL, QUICK, bench_main
 
         bench_main(QUICK if quick else FULL, without or (), vllm_python, json_file, Console())
-
-
-def key_values(pairs: list[str]) -> dict[str, str]:
-    """Split key=value pairs; raises ValueError for anything else."""
-    for pair in pairs:
-        if not pair.partition("=")[0] or "=" not in pair:
-            raise ValueError(f"--set {pair}: write it as key=value")
-    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def _writable(file: Path | None) -> None:

@@ -173,24 +173,27 @@ def open_engine(
     sidecar: str | None,
     runs: Placement = Placement(),
     corpus: Sequence[Path] = (),
+    engine_id: str = "generate",
+    **load: Any,
 ) -> Iterator[tuple[Engine, Tokenizer]]:
     """Load a model (None: the default one) under a policy, or under a sidecar with it as fallback.
 
-    corpus: files of texts that drafts may be taken from. Raises ValueError in one line where the
-    model, the policy, a setting or a file cannot be used.
+    corpus: files of texts that drafts may be taken from. engine_id: how a sidecar knows it. load:
+    other arguments of `load_backend`. Raises ValueError in one line where the model, the policy, a
+    setting or a file cannot be used.
     """
     make_policy(policy, settings)  # a wrong name should not wait for the model
     texts = read_texts(corpus)
     from parlay.engine.llm import load_backend  # torch takes a second: only when it is needed
 
-    backend, tokenizer = load_backend(model, **asdict(runs))
+    backend, tokenizer = load_backend(model, **asdict(runs), **load)
     if texts:
         backend.ngram = proposer_from(texts, tokenizer)
     planner: Planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
     if sidecar is not None:
         from parlay.engine.remote import EngineInfo, RemotePlanner
 
-        planner = RemotePlanner(sidecar, EngineInfo("generate", backend.limits()), planner)
+        planner = RemotePlanner(sidecar, EngineInfo(engine_id, backend.limits()), planner)
     with closing(planner):
         engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
         yield engine, tokenizer

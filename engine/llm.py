@@ -64,19 +64,12 @@ def load_backend(
     embedding = weights["model.embed_tokens.weight"]
     size = config.block_tokens
     target = load_model(sizes, weights, embedding, kind, place, size, batch_invariant)
-    drafter = None
+    drafter, heads = None, None
     if draft is not None and draft != NO_DRAFT:
-        drafter = _load_draft(Path(draft), target, embedding, (draft_kind, draft_place), size)
-    if drafter is not None and drafter.model.config.context < config.context_tokens:
-        raise ValueError(
-            f"the draft model's context is {drafter.model.config.context} tokens, the engine's"
-            f" {config.context_tokens}: take another draft or set context_tokens"
-        )
-    heads = None
+        drafter = _load_draft(Path(draft), target, embedding, (draft_kind, draft_place), config)
     if medusa is not None:
-        head = weights.get("lm_head.weight", embedding)
-        own = target.embedding
-        heads = load_heads(Path(medusa), OfTarget(sizes, own, head.to(own.device, own.dtype)))
+        head = weights.get("lm_head.weight", embedding).to(target.device, target.dtype)
+        heads = load_heads(Path(medusa), OfTarget(sizes, target.embedding, head))
     return TorchBackend(target, drafter, config, heads=heads), load_tokenizer(folder)
 
 
@@ -91,7 +84,7 @@ def _load_draft(
     target: Model,
     embedding: torch.Tensor,
     runs_in: tuple[torch.dtype, torch.device],
-    block_tokens: int,
+    engine: EngineConfig,
 ) -> DraftModel:
     """Load a draft in its dtype to its device; a file's draft reads the target's embedding."""
     dtype, device = runs_in
@@ -107,7 +100,12 @@ def _load_draft(
         sizes, weights, ids = load_draft(path, embedding)
         # One copy serves both where they are alike.
         own = target.embedding if (target.dtype, target.device) == runs_in else embedding
-    model = load_model(sizes, weights, own, dtype, device, block_tokens)
+    if sizes.context < engine.context_tokens:
+        raise ValueError(
+            f"the draft model's context is {sizes.context} tokens, the engine's"
+            f" {engine.context_tokens}: take another draft or set context_tokens"
+        )
+    model = load_model(sizes, weights, own, dtype, device, engine.block_tokens)
     return DraftModel(model, ids.to(device))
 
 

@@ -1,10 +1,7 @@
 """The files that Medusa heads come in: our own, and the layout of public Medusa checkpoints.
 
-Ours is safetensors by the names of `HeadsConfig.tensor_shapes`: a matrix NAME is int8 beside
-NAME.scale float16 [rows], a vector bfloat16; `vocab` int32 [rows] names the rows of the target's
-head that the heads use. Those rows and the embedding are the target's, so the file has only the
-embedding's fingerprint. Metadata `heads`: JSON with version, config, target_embedding and card (how
-they were made and what they were measured at).
+Ours is an `Artefact` by the names of `HeadsConfig.tensor_shapes`; `vocab` names the rows of the
+target's head that the heads use.
 
 A public one is a folder with config.json (medusa_num_heads, medusa_num_layers) and
 medusa_lm_head.pt or .safetensors with `{head}.{block}.linear.weight` and `.bias`, and
@@ -15,27 +12,29 @@ medusa_lm_head.pt or .safetensors with `{head}.{block}.linear.weight` and `.bias
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from parlay.engine.artefact import finite, read_artefact, stored, within
-from parlay.engine.draft_format import fingerprint
+from parlay.engine.artefact import Artefact, finite
 from parlay.engine.families import positive
-from parlay.engine.int8_rows import quantised
 from parlay.engine.medusa_heads import Heads, HeadsConfig, PlainHeads, RootedHeads
 from parlay.engine.model_config import ModelConfig, read_json
 
-FORMAT_VERSION = 1
 SHIPPED_HEADS = Path(__file__).parent / "data" / "medusa-smollm2-135m.safetensors"
 PUBLIC_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _PREFIX = "medusa_head."
-_MEND = "make them again with `parlay distill medusa`"
+_HEADS = Artefact(
+    "heads",
+    "are",
+    1,
+    "holds no heads of `parlay distill medusa`",
+    "make them again with `parlay distill medusa`",
+)
 MAX_HEADS = 64
 """Most heads believed: each is a step of its own."""
 
@@ -63,21 +62,8 @@ def save_heads(
 
     ids i64 [config.vocab]: rows of the target's head; card: JSON-able facts about them.
     """
-    tensors: dict[str, Tensor] = {"vocab": ids.to(torch.int32)}
-    for name in config.tensor_shapes():
-        if weights[name].dim() == 1:
-            tensors[name] = weights[name].detach().bfloat16()
-        else:
-            tensors[name], tensors[f"{name}.scale"] = quantised(weights[name])
-    header = {
-        "version": FORMAT_VERSION,
-        "config": dataclasses.asdict(config),
-        "target_embedding": fingerprint(embedding),
-        "card": dict(card),
-    }
-    part = path.with_name(path.name + ".part")
-    save_file(tensors, part, {"heads": json.dumps(header, sort_keys=True)})
-    part.rename(path)
+    sizes = dataclasses.asdict(config)
+    _HEADS.save(path, sizes, weights, config.tensor_shapes(), ids, embedding, card)
 
 
 def load_heads(path: Path, target: OfTarget) -> Heads:
@@ -91,26 +77,19 @@ def load_heads(path: Path, target: OfTarget) -> Heads:
 
 def load_rooted(path: Path, target: OfTarget) -> RootedHeads:
     """Load heads of `parlay distill medusa`; raises as load_heads."""
-    header, tensors = _read(path)
+    header, tensors = _HEADS.read(path)
     config = _config(path, header)
-    if header.get("target_embedding") != fingerprint(target.embedding):
-        raise ValueError(f"heads {path} were made for another target model; {_MEND} --model TARGET")
-    ids = tensors.get("vocab")
-    if ids is None or tuple(ids.shape) != (config.vocab,) or not within(ids, target.config.vocab):
-        raise ValueError(f"heads {path} are damaged (their token ids); {_MEND}")
+    _HEADS.check_target(path, header, target.embedding)
+    ids = _HEADS.ids(path, tensors, config.vocab, target.config.vocab)
     if config.hidden != target.config.hidden or config.state_layers[-1] != target.config.layers:
-        raise ValueError(f"heads {path} are damaged (config: not the target's sizes); {_MEND}")
-    weights = {
-        name: stored(tensors, name, shape, f"heads {path} are damaged", _MEND)
-        for name, shape in config.tensor_shapes().items()
-    }
-    return RootedHeads(config, weights, target.embedding, target.head, ids.long())
+        raise _HEADS.damaged(path, "config: not the target's sizes")
+    weights = _HEADS.weights(path, tensors, config.tensor_shapes())
+    return RootedHeads(config, weights, target.embedding, target.head, ids)
 
 
 def read_heads_card(path: Path) -> dict[str, Any]:
     """Return the facts that heads were saved with; raises ValueError as load_heads."""
-    card = _read(path)[0].get("card")
-    return card if isinstance(card, dict) else {}
+    return _HEADS.card(path)
 
 
 def load_public(path: Path, target: OfTarget) -> PlainHeads:
@@ -169,11 +148,6 @@ def _count(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    foreign = "holds no heads of `parlay distill medusa`"
-    return read_artefact(path, "heads", "heads are", foreign, FORMAT_VERSION, _MEND)
-
-
 def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
     try:
         fields = dict(header["config"])
@@ -187,4 +161,4 @@ def _config(path: Path, header: Mapping[str, Any]) -> HeadsConfig:
             raise ValueError(f"heads and their blocks must be at most {MAX_HEADS}")
         return config
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"heads {path} are damaged (config: {error}); {_MEND}") from None
+        raise _HEADS.damaged(path, f"config: {error}") from None

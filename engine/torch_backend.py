@@ -14,8 +14,8 @@ from parlay.engine.branches import Branch, least_worth, match_branches
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.logprobs import logprobs_of
 from parlay.engine.medusa_heads import Heads
-from parlay.engine.proposers.draft_model import DraftModelProposer
-from parlay.engine.proposers.medusa import MedusaProposer
+from parlay.engine.proposers.draft_model import DraftModelProposer, DraftRun
+from parlay.engine.proposers.medusa import HeadsRun, MedusaProposer
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.engine.request import Request
 from parlay.engine.runner import Model, Runner
@@ -143,11 +143,7 @@ class TorchBackend:
             drafts.watched = run.watch(rows, seen)
             drafts.read_by_draft[rows[seen]] = np.minimum(run.read[seen], 0)
             rows, run = rows[~seen], run.only(~seen)
-        depth = min(run.tokens.shape[1], drafts.tokens.shape[1])
-        drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens[:, :depth]
-        drafts.confidences[rows, :depth] = run.confidences[:, :depth]
-        mine = set(rows.tolist())
-        drafts.branches |= {row: b for row, b in run.branches.items() if row in mine}
+        fill(drafts, rows, run)
         drafts.draft_ms[Proposer.DRAFT_MODEL] = 1e3 * (self.clock() - start_s)
 
     def _propose_headed(
@@ -158,11 +154,8 @@ class TorchBackend:
         run = self.medusa.propose(batch, rows, k, plan, width - 1)
         if len(batch.heads_k) and (seen := batch.heads_k[rows] > 0).any():
             drafts.heads_watched = run.watch(rows, seen)
-            rows, run = rows[~seen], run.only(rows, ~seen)
-        drafts.branches |= run.branches
-        depth = min(run.tokens.shape[1], drafts.tokens.shape[1])
-        drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens[:, :depth]
-        drafts.confidences[rows, :depth] = run.confidences[:, :depth]
+            rows, run = rows[~seen], run.only(~seen)
+        fill(drafts, rows, run)
         drafts.draft_ms[Proposer.MEDUSA] = 1e3 * (self.clock() - start_s)
 
     @torch.inference_mode()
@@ -224,3 +217,12 @@ class TorchBackend:
         paths[rows] = path
         verified.on_chain = np.cumprod(paths == np.arange(path.shape[1]), 1).sum(1).astype(np.int32)
         self.runner.move(*kept_nodes(spans, paths, self.config.block_tokens))
+
+
+def fill(drafts: Drafts, rows: Array, run: DraftRun | HeadsRun) -> None:
+    """Take what a model guessed for batch rows `rows`; what stands beside other rows is dropped."""
+    depth = min(run.tokens.shape[1], drafts.tokens.shape[1])
+    drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens[:, :depth]
+    drafts.confidences[rows, :depth] = run.confidences[:, :depth]
+    mine = set(rows.tolist())
+    drafts.branches |= {row: found for row, found in run.branches.items() if row in mine}

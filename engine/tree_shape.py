@@ -41,8 +41,7 @@ def best_nodes(
 ) -> tuple[Array, Array, Array]:
     """Cut a tree to its best nodes, best first; return tokens i64, parent i32 and worth f64 [n].
 
-    Parents stand before children and are worth no less. Nodes worth 0 are dropped. A drafter grows
-    a tree level by level, then prunes it by this.
+    Parents stand before children and are worth no less. Nodes worth 0 are dropped.
     """
     value = np.asarray(worth, np.float64)
     # Stable: among equals the earlier stays first, so a parent before its child.
@@ -55,16 +54,14 @@ def best_nodes(
     return token[order], place[parent[order]], value[order]
 
 
-def spend(worth: Sequence[Array], nodes: int, least: float = 0.0) -> Array:
+def spend(worth: Sequence[Array], nodes: int) -> Array:
     """Return how many nodes each row gets of a batch's budget, i64 [rows]: the best of all rows.
 
-    worth: each row's nodes', falling. A node worth `least` or less gets none: what a node costs in
-    the plan's tokens. Ties go to the earlier row.
+    worth: each row's nodes', falling, above 0. Ties go to the earlier row.
     """
     counts = np.asarray([len(row) for row in worth], np.int64)
     flat = np.concatenate([np.asarray(row, np.float64) for row in worth] or [np.zeros(0)])
-    order = np.argsort(-flat, kind="stable")[: max(nodes, 0)]
-    taken = order[flat[order] > least]
+    taken = np.argsort(-flat, kind="stable")[: max(nodes, 0)]
     spent: Array = np.bincount(
         np.repeat(np.arange(len(counts)), counts)[taken], minlength=len(counts)
     )

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
+from parlay.policies.acceptance_rows import TASKS, Rows
 from parlay.policies.allocate import HAZARD_CEILING
 from parlay.policies.counts import Counts
 from parlay.policies.evidence import Drafts, drafts_of
@@ -32,7 +34,7 @@ from parlay.policies.types import (
 BUCKETS = len(MATCH_EDGES) + 1
 CHANNELS = BUCKETS + PROPOSERS - 2
 """N-gram match buckets, then the draft model, then Medusa."""
-_PROPOSER_OF = np.array([NGRAM] * BUCKETS + list(range(DRAFT_MODEL, PROPOSERS)))
+CHANNEL_PROPOSER = np.array([NGRAM] * BUCKETS + list(range(DRAFT_MODEL, PROPOSERS)))
 
 # Optimistic: a proposer that is never tried teaches nothing. Worth many observations, because the
 # first positions after a prompt accept little and sixteen requests may start in one step.
@@ -54,14 +56,12 @@ _DRIFT_PER_STEP = 5e-5
 _HOPE = 1.5
 FIRST_TOKENS = 2
 FIRST_WEIGHT = 0.25
-_TASKS = 32
 _ROW_DECAY = 0.5 ** (1.0 / HALF_LIFE_ROWS)
 _TASK_ROW_DECAY = 0.5 ** (1.0 / TASK_HALF_LIFE_ROWS)
-_FORGET_STEPS = 512
 HAZARD_FLOOR = 0.005
 
-Watch = Callable[..., None]
-"""(task rows, proposers, rejections beyond those foretold, their variance) of drafts, [n] each."""
+Watch = Callable[[Array | int, Array | int, Array | float, Array | float], None]
+"""Told of drafts, [n] or one: task rows, proposers, rejections beyond those foretold, variance."""
 
 
 def channel_of(proposer: Array, match_tokens: Array) -> Array:
@@ -83,58 +83,33 @@ class Acceptance:
         self.rows = np.zeros(PROPOSERS)
         self.loaded = False
         self.watch: Watch | None = None
-        self.version = 0
         self._total = np.zeros((2, CHANNELS, k_max))
         self._snapshots = {0: self._total.copy()}
-        self._task_row: dict[int, int] = {0: 0}
-        self._task_seen = np.zeros(_TASKS, np.int64)
-        self._task, self._task_others = np.zeros((2, 2, _TASKS, PROPOSERS))
-        self._task_rows = np.zeros((_TASKS, PROPOSERS))
-        self._row: dict[int, int] = {}
-        self._free: list[int] = []
-        # The rows of the batch that was asked for last: a step asks twice, and the next one again.
-        self._asked: bytes | None = None
-        self._found = np.zeros(0, np.intp)
-        self._request = np.zeros((2, 0, PROPOSERS))
-        self._request_task = np.zeros(0, np.intp)
-        self._seen = np.zeros(0, np.int64)
-        self._output = np.zeros(0, np.int64)
+        self._table = Rows()
         places = np.arange(k_max)
         lag = places - places[:, None]
         self._neighbours = np.where(lag >= 0, NEIGHBOUR_REACH ** np.maximum(lag, 0), 0.0)
         self._refit()
 
+    @property
+    def version(self) -> int:
+        """Return how many steps were heard of."""
+        return self._table.now
+
+    @property
+    def task_rows(self) -> Array:
+        """Return the row of each task, in the order in which `state` has them."""
+        return self._table.tasks
+
     def rows_of(self, request_id: Array, task: Array, output_tokens: Array | None = None) -> Array:
-        """Return each request's row in the tables, making new ones.
-
-        Less output than before is another request: an engine that restarts counts ids from 1 again.
-        """
-        asked = request_id.tobytes()
-        if asked != self._asked:
-            self._found, self._asked = self._look_up(request_id, task, output_tokens), asked
-        found = self._found
-        if output_tokens is not None and (behind := output_tokens < self._output[found]).any():
-            for place in np.flatnonzero(behind).tolist():
-                again = int(request_id[place])
-                self._free.append(self._row.pop(again))
-                found[place] = self._add(again, int(task[place]), int(output_tokens[place]))
-        self._seen[found] = self.version
-        return found
-
-    def _look_up(self, request_id: Array, task: Array, output_tokens: Array | None) -> Array:
-        rows = [self._row.get(r, -1) for r in request_id.tolist()]
-        if -1 in rows:
-            for place, row in enumerate(rows):
-                if row < 0:
-                    start = 0 if output_tokens is None else int(output_tokens[place])
-                    rows[place] = self._add(int(request_id[place]), int(task[place]), start)
-        return np.asarray(rows, np.intp)
+        """Return each request's row in the tables, making new ones; see `Rows.of`."""
+        return self._table.of(request_id, task, output_tokens)
 
     def frailty(self, rows: Array) -> Array:
         """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
-        tasks = self._request_task[rows]
+        tasks = self._table.task_of[rows]
         prior = REQUEST_STRENGTH * self._task_frailty()[tasks]
-        rejected, expected = self._request.take(rows, axis=1)
+        rejected, expected = self._table.request.take(rows, axis=1)
         frailty: Array = (prior + rejected) / (REQUEST_STRENGTH + expected)
         return frailty
 
@@ -144,7 +119,7 @@ class Acceptance:
         That is _HOPE standard deviations lower: its task's rejections are about a Poisson count,
         and what was not seen for quiet_steps may have drifted.
         """
-        known = 1.0 + (self._task + self._task_others)[0, self._request_task[rows], proposer]
+        known = 1.0 + self._table.in_all[0, self._table.task_of[rows], proposer]
         least = frailty.copy()
         sd = np.sqrt(1.0 / known + _DRIFT_PER_STEP * quiet_steps)
         least[:, proposer] *= np.exp(-_HOPE * sd)
@@ -176,20 +151,19 @@ class Acceptance:
         doubt f64 [rows]: where a draft was stopped short, the drafter's own estimate that the next
         token would have been rejected, nan elsewhere. It stands for the flip that was not seen.
         """
-        self.version += 1
+        self._table.now += 1
         shown = np.zeros(PROPOSERS, bool)
         if len(outcome):
             rows = self.rows_of(outcome.request_id, outcome.task)
-            self._request[:, rows] *= REQUEST_DECAY
+            self._table.request[:, rows] *= REQUEST_DECAY
             self._learn(outcome, rows, shown, doubt)
-            self._output[rows] += outcome.emitted
+            self._table.output[rows] += outcome.emitted
         if self.version % 64 == 0:
-            self._forget()
+            self._table.forget()
         return shown
 
     def _learn(self, outcome: StepOutcome, rows: Array, shown: Array, doubt: Array | None) -> None:
-        known = [self._row.get(r, -1) for r in outcome.shadow.request_id.tolist()]
-        drafts = drafts_of(outcome, rows, np.asarray(known, np.intp), doubt)
+        drafts = drafts_of(outcome, rows, self._table.known(outcome.shadow.request_id), doubt)
         if len(drafts.row):
             self._count(drafts)
             shown[drafts.proposer] = True
@@ -208,11 +182,11 @@ class Acceptance:
         accepted, seen = int(drafts.accepted[0]), int(drafts.seen[0])
         channel = int(channel_of(drafts.proposer, drafts.match_tokens)[0])
         reached = min(accepted + 1, seen, self.k_max)
-        weight = FIRST_WEIGHT if self._output[row] < FIRST_TOKENS else 1.0
-        task = int(self._request_task[row])
-        rejections, hazards = (self._task + self._task_others)[:, task, proposer].tolist()
+        weight = FIRST_WEIGHT if self._table.output[row] < FIRST_TOKENS else 1.0
+        task = int(self._table.task_of[row])
+        rejections, hazards = self._table.in_all[:, task, proposer].tolist()
         task_frailty = (TASK_STRENGTH + rejections) / (TASK_STRENGTH + hazards)
-        rejected, expected = self._request[:, row, proposer].tolist()
+        rejected, expected = self._table.request[:, row, proposer].tolist()
         prior, known = REQUEST_STRENGTH * task_frailty + rejected, REQUEST_STRENGTH + expected
         before = expected_of_task = foretold = variance = 0.0
         exposure: list[float] = []
@@ -227,8 +201,8 @@ class Acceptance:
         aged = slice(BUCKETS) if proposer == NGRAM else slice(channel, channel + 1)
         self.rejected[aged] *= _ROW_DECAY
         self.exposed[aged] *= _ROW_DECAY
-        self._task_rows[task, proposer] += 1
-        self._task[:, task, proposer] *= _TASK_ROW_DECAY
+        self._table.drafts[task, proposer] += 1
+        self._table.task[:, task, proposer] *= _TASK_ROW_DECAY
         fails = accepted < min(seen, self.k_max)
         failed = float(drafts.share[0]) * weight if fails else 0.0
         if self.watch is not None:
@@ -238,8 +212,8 @@ class Acceptance:
             self.rejected[channel, accepted] += failed
         self._total[1, channel, :reached] += exposure
         self.exposed[channel, :reached] += exposure
-        self._request[:, row, proposer] += (failed, before * weight)
-        self._task[:, task, proposer] += (failed, expected_of_task * weight)
+        self._table.request[:, row, proposer] += (failed, before * weight)
+        self._table.task[:, task, proposer] += (failed, expected_of_task * weight)
 
     def _count_all(self, drafts: Drafts) -> None:
         row, proposer, accepted = drafts.row, drafts.proposer, drafts.accepted
@@ -249,17 +223,17 @@ class Acceptance:
         failed = drafts.share * ((accepted < drafts.seen) & (accepted < self.k_max))
         hazard = np.where(at_risk, self.hazard[channel], 0.0)
         before = hazard.cumsum(axis=1) - hazard
-        task = self._request_task[row]
+        task = self._table.task_of[row]
         task_frailty = self._task_frailty()[task, proposer]
-        rejected, expected = self._request[:, row, proposer]
+        rejected, expected = self._table.request[:, row, proposer]
         prior = (REQUEST_STRENGTH * task_frailty + rejected)[:, None]
         frailty = prior / (REQUEST_STRENGTH + expected[:, None] + before)
-        weight = np.where(self._output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
+        weight = np.where(self._table.output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
         if self.watch is not None:
             chance = np.minimum(hazard * frailty, HAZARD_CEILING)
             left = ((chance * (1.0 - chance)).sum(axis=1) * weight) * weight
             self.watch(task, proposer, weight * (failed - chance.sum(axis=1)), left)
-        self._age(row, proposer, task)
+        self._age(proposer, task)
         exposure = at_risk * (frailty * weight[:, None])
         failed *= weight
         rejection = (place == accepted[:, None]) * failed[:, None]
@@ -269,39 +243,39 @@ class Acceptance:
         self._total += counts
         self.rejected += counts[0]
         self.exposed += counts[1]
-        np.add.at(self._request[0], (row, proposer), failed)
-        np.add.at(self._request[1], (row, proposer), hazard.sum(axis=1) * weight)
-        np.add.at(self._task[0], (task, proposer), failed)
+        np.add.at(self._table.request[0], (row, proposer), failed)
+        np.add.at(self._table.request[1], (row, proposer), hazard.sum(axis=1) * weight)
+        np.add.at(self._table.task[0], (task, proposer), failed)
         # Half of what a request is thought to differ from its task by is chance. Were all of it
         # believed, drafting where all goes well would make the task look worse than it is.
         relative = np.sqrt(frailty / task_frailty[:, None])
         expected = (hazard * relative).sum(axis=1)
-        np.add.at(self._task[1], (task, proposer), expected * weight)
+        np.add.at(self._table.task[1], (task, proposer), expected * weight)
 
-    def _age(self, row: Array, proposer: Array, task: Array) -> None:
+    def _age(self, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
         rows = np.bincount(proposer, minlength=PROPOSERS)
         self.rows += rows
         decay = 0.5 ** (rows / HALF_LIFE_ROWS)
-        by_channel = decay[_PROPOSER_OF][:, None]
+        by_channel = decay[CHANNEL_PROPOSER][:, None]
         self.rejected *= by_channel
         self.exposed *= by_channel
-        counts = np.bincount(task * PROPOSERS + proposer, minlength=_TASKS * PROPOSERS)
-        task_rows = counts.reshape(_TASKS, PROPOSERS)
-        self._task_rows += task_rows
-        self._task *= 0.5 ** (task_rows / TASK_HALF_LIFE_ROWS)
+        counts = np.bincount(task * PROPOSERS + proposer, minlength=TASKS * PROPOSERS)
+        task_rows = counts.reshape(TASKS, PROPOSERS)
+        self._table.drafts += task_rows
+        self._table.task *= 0.5 ** (task_rows / TASK_HALF_LIFE_ROWS)
 
     def forget(self, task: int, proposer: int, rows: float) -> None:
         """Age what a task, by its row, knows of a proposer as if `rows` more had shown nothing.
 
         All tasks' hazards age as far as they are this task's; what requests showed fades anyway.
         """
-        known = self._task[1, :, proposer]
+        known = self._table.task[1, :, proposer]
         share = float(known[task]) / max(float(known.sum()), 1e-9)
-        self._task_rows[task, proposer] += rows
+        self._table.drafts[task, proposer] += rows
         self.rows[proposer] += rows * share
-        self._task[:, task, proposer] *= 0.5 ** (rows / TASK_HALF_LIFE_ROWS)
-        by_channel = (0.5 ** (rows * share / HALF_LIFE_ROWS)) ** (proposer == _PROPOSER_OF)
+        self._table.task[:, task, proposer] *= 0.5 ** (rows / TASK_HALF_LIFE_ROWS)
+        by_channel = (0.5 ** (rows * share / HALF_LIFE_ROWS)) ** (proposer == CHANNEL_PROPOSER)
         self.rejected *= by_channel[:, None]
         self.exposed *= by_channel[:, None]
         self._refit()
@@ -315,73 +289,18 @@ class Acceptance:
         self._hazard = self.hazard.astype(np.float32)
 
     def _task_frailty(self) -> Array:
-        rejected, expected = self._task + self._task_others
+        rejected, expected = self._table.in_all
         frailty: Array = (TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected)
         return frailty
 
-    def _add(self, request_id: int, task: int, output_tokens: int) -> int:
-        if not self._free:
-            self._grow(max(64, len(self._seen)))
-        row = self._free.pop()
-        self._row[request_id] = row
-        self._request[:, row] = 0.0
-        self._request_task[row] = self._task_of(task)
-        self._output[row] = output_tokens
-        return row
-
-    def _grow(self, more: int) -> None:
-        size = len(self._seen)
-        self._request = np.concatenate([self._request, np.zeros((2, more, PROPOSERS))], axis=1)
-        self._request_task = np.concatenate([self._request_task, np.zeros(more, np.intp)])
-        self._seen = np.concatenate([self._seen, np.zeros(more, np.int64)])
-        self._output = np.concatenate([self._output, np.zeros(more, np.int64)])
-        self._free.extend(range(size + more - 1, size - 1, -1))
-
-    def _task_of(self, task: int) -> int:
-        row = self._task_row.get(task)
-        if row is None:
-            row = len(self._task_row)
-            if row == _TASKS:
-                oldest = min(
-                    (t for t in self._task_row if t),
-                    key=lambda t: self._task_seen[self._task_row[t]],
-                )
-                row = self._task_row.pop(oldest)
-                self._task[:, row] = self._task_others[:, row] = 0.0
-                self._task_rows[row] = 0.0
-            self._task_row[task] = row
-        self._task_seen[row] = self.version
-        return row
-
-    def _forget(self) -> None:
-        gone = [r for r, row in self._row.items() if self.version - self._seen[row] > _FORGET_STEPS]
-        for request_id in gone:
-            self._free.append(self._row.pop(request_id))
-        if gone:
-            self._asked = None
-
-    @property
-    def task_rows(self) -> Array:
-        """Return the row of each task, in the order in which `state` has them."""
-        return np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
-
     def state(self) -> dict[str, Array]:
         """Return everything that later estimates depend on."""
-        rows = np.fromiter(self._row.values(), np.intp, len(self._row))
-        tasks = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
-        return {
+        own = {
             "version": np.asarray(self.version),
             "rejected": self.rejected.copy(),
             "exposed": self.exposed.copy(),
-            "task_id": np.fromiter(self._task_row, np.uint32, len(tasks)),
-            "task_seen": self._task_seen[tasks],
-            "task_counts": self._task[:, tasks],
-            "request_id": np.fromiter(self._row, np.uint64, len(rows)),
-            "request_counts": self._request[:, rows],
-            "request_task": np.argsort(tasks)[self._request_task[rows]],
-            "request_seen": self._seen[rows],
-            "request_output": self._output[rows],
         }
+        return own | self._table.state()
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where shapes or names do not fit."""
@@ -395,47 +314,28 @@ class Acceptance:
                 f" not {(CHANNELS, self.k_max)}: load it with the k_max that it was saved with"
             )
         self.__dict__.update(fresh.__dict__)
-        self.loaded, self.version = True, int(state["version"])
+        self.loaded = True
         self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
-        self._task_row = {int(t): row for row, t in enumerate(state["task_id"])}
-        self._task[:, : len(self._task_row)] = state["task_counts"]
-        for place, request_id in enumerate(state["request_id"].tolist()):
-            row = self._add(int(request_id), 0, int(state["request_output"][place]))
-            self._request[:, row] = state["request_counts"][:, place]
-            self._request_task[row] = state["request_task"][place]
-            self._seen[row] = state["request_seen"][place]
-        self._task_seen[: len(self._task_row)] = state["task_seen"]
+        self._table.load(state, int(state["version"]))
         self._refit()
 
     def counted(self) -> Counts:
         """Return what was counted here and nowhere else."""
-        at = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
-        return Counts(
-            np.stack([self.rejected, self.exposed]),
-            self.rows.copy(),
-            np.fromiter(self._task_row, np.uint32, len(at)),
-            self._task[:, at],
-            self._task_rows[at],
-        )
+        table, at = self._table, self._table.tasks
+        places = np.stack([self.rejected, self.exposed])
+        return Counts(places, self.rows.copy(), table.task_id, table.task[:, at], table.drafts[at])
 
     def known(self) -> Counts:
         """Return what is decided on, own and others' counts in one, of tasks as in `counted`."""
-        at = np.fromiter(self._task_row.values(), np.intp, len(self._task_row))
-        own = self.counted()
-        places, tasks = own.places + self.others, own.task_counts + self._task_others[:, at]
-        return Counts(places, own.rows, own.task_id, tasks, own.task_rows)
+        own, others = self.counted(), self._table.others[:, self._table.tasks]
+        return replace(own, places=own.places + self.others, task_counts=own.task_counts + others)
 
     def join(self, own: Counts, others: Counts) -> None:
         """Go on from `own`, of tasks as in `counted`; from now decide on these and on `others`."""
         self.rejected, self.exposed = own.places.copy()
-        self._task[:, [self._task_row[t] for t in own.task_id.tolist()]] = own.task_counts
         self.others = others.places.copy()
-        self._task_others[:] = 0.0
-        for place, task in enumerate(others.task_id.tolist()):
-            if task not in self._task_row and len(self._task_row) < _TASKS:
-                self._task_of(task)
-            if task in self._task_row:
-                self._task_others[:, self._task_row[task]] = others.task_counts[:, place]
+        self._table.take_tasks(own.task_id, own.task_counts)
+        self._table.take_others(others.task_id, others.task_counts)
         self._refit()
 
     def delta(self, since: int) -> dict[str, Array]:

@@ -11,17 +11,17 @@ and taken out first: a steady process that the model says badly is steady all th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from parlay.policies.acceptance_rows import TASKS
 from parlay.policies.types import PROPOSERS, Array
 
-TASKS = 32
-"""Rows of tasks that `acceptance.Acceptance` keeps."""
 _BLOCK_VARIANCE = 1.0
 _CLIP = 3.0
 _DRIFT, _ALARM = 0.5, 18.0
-"""In standard deviations of a block. For normal blocks one false alarm in 400 million of each task
+"""In standard deviations of a block. For normal blocks one false alarm in 200 million of each task
 and proposer (Siegmund 1985, both sides); a shift of two is found in twelve blocks. With 12,
 requests of very unlike difficulty rang six times in 20,000 steps, with 18 twice."""
 _SETTLED_BLOCKS = 24
@@ -38,10 +38,17 @@ class ChangePoints:
         self._at = {name: np.zeros((TASKS, PROPOSERS)) for name in _FIELDS}
         self._at["scatter"][:] = 1.0
 
-    def note(self, task: Array, proposer: Array, excess: Array, variance: Array) -> None:
-        """Hear of drafts: rejections beyond those foretold, and their variance; [drafts] each."""
-        np.add.at(self._at["excess"], (task, proposer), excess)
-        np.add.at(self._at["variance"], (task, proposer), variance)
+    def note(
+        self,
+        task: Array | int,
+        proposer: Array | int,
+        excess: Array | float,
+        variance: Array | float,
+    ) -> None:
+        """Hear of drafts, [n] or one: rejections beyond those foretold, and their variance."""
+        at: Any = (task, proposer)
+        np.add.at(self._at["excess"], at, excess)
+        np.add.at(self._at["variance"], at, variance)
 
     def found(self) -> list[tuple[int, int]]:
         """Return (task, proposer) of which the blocks that are full now ring; they start anew."""

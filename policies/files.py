@@ -1,4 +1,7 @@
-"""Files that commands write: known to be writable first, there as a whole or not at all."""
+"""Files that commands write: known to be writable first, there as a whole or not at all.
+
+And what to say of one that was read and holds something else.
+"""
 
 from __future__ import annotations
 
@@ -43,3 +46,8 @@ def _nulled(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _nulled(of) for key, of in value.items()}
     return [_nulled(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def fault_of(error: Exception) -> str:
+    """Return in words what is wrong with what a file holds: a KeyError says what it lacks."""
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from parlay.policies.acceptance import (
-    BUCKETS,
+    CHANNEL_PROPOSER,
     CHANNELS,
     HALF_LIFE_ROWS,
     TASK_HALF_LIFE_ROWS,
@@ -24,7 +24,7 @@ from parlay.policies.acceptance import (
 )
 from parlay.policies.counts import Counts
 from parlay.policies.policy import Policy
-from parlay.policies.types import NGRAM, PROPOSERS, Array
+from parlay.policies.types import PROPOSERS, Array
 
 STALE_S = 2.0
 """A slot this old is of a replica that is silent; a live one renews it several times a second."""
@@ -35,7 +35,6 @@ STAND_IN_FADE_S = 86_400.0
 """Half-life of the counts in a saved state, which stand in for what no replica tells of."""
 _POOLED = "pooled."
 _TAKEN = ("cost", "calibration")
-_CHANNEL_PROPOSER = np.array([NGRAM] * BUCKETS + list(range(2, PROPOSERS)))
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +93,7 @@ def pooled(parts: Sequence[tuple[Counts, Array, Array]], like: Counts) -> Counts
     )
     for counts, weight, task_weight in parts:
         at = np.searchsorted(tasks, counts.task_id)
-        total.places[:] += counts.places * weight[_CHANNEL_PROPOSER][:, None]
+        total.places[:] += counts.places * weight[CHANNEL_PROPOSER][:, None]
         total.rows[:] += counts.rows
         total.task_counts[:, at] += counts.task_counts * task_weight
         total.task_rows[at] += counts.task_rows
@@ -183,7 +182,7 @@ class Pool:
         past_rows = np.concatenate([before.task_rows, np.zeros((1, PROPOSERS))])[past]
         nothing = np.zeros(PROPOSERS)
         others = np.array([told_by_task.get(t, nothing) for t in own.task_id.tolist()])
-        at = _CHANNEL_PROPOSER
+        at = CHANNEL_PROPOSER
         return replace(
             own,
             places=aged_beside(
@@ -281,7 +280,7 @@ def warm(
 
 def _exposed(counts: Counts) -> Array:
     """Return exposures by proposer, f64 [PROPOSERS]."""
-    return np.bincount(_CHANNEL_PROPOSER, counts.places[1].sum(axis=1), PROPOSERS)
+    return np.bincount(CHANNEL_PROPOSER, counts.places[1].sum(axis=1), PROPOSERS)
 
 
 def _told(rows: Array, known: Array) -> Array:

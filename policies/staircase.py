@@ -95,7 +95,7 @@ class Staircase:
         reach = min(int(np.searchsorted(tokens, _RUNG * known[-1])), len(tokens) - 1)
         if tokens[reach] <= _NEAR * known[-1]:
             return None
-        low = max(min(top // 2, top - 1), 0)
+        low = top // 2
         slope = float(costs.verify_ms[max(top, 1)] - costs.verify_ms[low]) / max(top - low, 1)
         hoped = costs.verify_ms.copy()
         beyond = np.arange(len(hoped) - top)

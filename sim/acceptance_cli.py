@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from parlay.policies.files import check_writable, write_json
 from parlay.policies.types import NGRAM, Array, Proposer
-from parlay.sim.acceptance_check import SIMULATIONS, Against, Goodness, goodness
+from parlay.sim.acceptance_check import SIMULATIONS, Goodness, goodness
 from parlay.sim.acceptance_fit import fit, law_of
 from parlay.sim.acceptance_log import Observed, read_logs
 from parlay.sim.laws import SUFFIX, Task, tasks, write_fitted
@@ -125,17 +125,8 @@ def _check_json(check: Goodness) -> dict[str, Any]:
             {"held": j, "drafts": int(n), "foretold": round(float(m), 2)}
             for j, (n, m) in enumerate(zip(check.runs, check.runs_foretold, strict=True))
         ],
-        "between_texts_sd": _against(check.spread),
-        "lag_1_correlation": _against(check.memory),
-    }
-
-
-def _against(of: Against) -> dict[str, float]:
-    return {
-        "observed": of.observed,
-        "simulated": of.simulated,
-        "least": of.least,
-        "most": of.most,
+        "between_texts_sd": asdict(check.spread),
+        "lag_1_correlation": asdict(check.memory),
     }
 
 

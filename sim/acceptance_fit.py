@@ -73,11 +73,17 @@ class Drafts:
 
     def reached(self) -> Array:
         """Return i64 [proposers, DEPTH]: drafts that came to each place."""
-        counts = sum(np.bincount(b.code[b.there], minlength=len(self.who)) for b in self.batches)
         place = np.arange(DEPTH)
-        came = (place <= self.held[:, None]) & (place < self.offered[:, None])
+        return self.counted((place <= self.held[:, None]) & (place < self.offered[:, None]))
+
+    def counted(self, of_kind: Array) -> Array:
+        """Return i64 [proposers, DEPTH]: how many drafts are of a kind for which a place is so.
+
+        of_kind: bool [kinds, DEPTH].
+        """
+        counts = sum(np.bincount(b.code[b.there], minlength=len(self.who)) for b in self.batches)
         out = np.zeros((len(self.proposers), DEPTH), np.int64)
-        np.add.at(out, self.who, came * np.asarray(counts)[:, None])
+        np.add.at(out, self.who, of_kind * np.asarray(counts)[:, None])
         return out
 
 
@@ -251,12 +257,9 @@ def _batches(observed: Observed, code: Array) -> list[Batch]:
 
 def _start(drafts: Drafts, index: Array) -> Array:
     """Return the odds of each free place, as if all texts were alike."""
-    came, held = drafts.reached(), np.zeros((len(drafts.proposers), DEPTH))
-    for batch in drafts.batches:
-        count = np.bincount(batch.code[batch.there], minlength=len(drafts.who))
-        right = np.arange(DEPTH) < np.minimum(drafts.held, drafts.offered)[:, None]
-        np.add.at(held, drafts.who, right * count[:, None])
-    total, good = (np.bincount(index.ravel(), x.ravel()) for x in (came, held))
+    held = np.minimum(drafts.held, drafts.offered)[:, None]
+    counts = drafts.reached(), drafts.counted(np.arange(DEPTH) < held)
+    total, good = (np.bincount(index.ravel(), x.ravel()) for x in counts)
     return np.clip(logit((good + 0.5) / (total + 1.0)), -_MOST_ODDS + 1, _MOST_ODDS - 1)
 
 

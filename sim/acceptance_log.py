@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from parlay.policies.decision_log import LogReader
+from parlay.policies.files import fault_of
 from parlay.policies.log_schema import LoggedStep
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, Array, ShadowKind, task_id
 from parlay.sim.laws import tasks
@@ -130,9 +131,8 @@ def _read_questions(path: Path, reading: Reading) -> None:
             try:
                 task, texts = _question(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise ValueError(
-                    f"{path}:{number}: {what}; a row needs model_id and choices with"
+                    f"{path}:{number}: {fault_of(error)}; a row needs model_id and choices with"
                     " decoding_steps and accept_lengths"
                 ) from None
             reading.texts[task] += texts

@@ -14,7 +14,7 @@ import numpy as np
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
-from parlay.policies.calibration import calibrated
+from parlay.policies.allocate import chances
 from parlay.policies.cost import behind
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import (
@@ -200,11 +200,8 @@ def _stopped(
         return kept, kept
     low = np.zeros(confidence.shape, bool)
     if stop.kind is StopKind.SURVIVAL:
-        believed = confidence
-        if plan is not None and plan.calibration is not None:
-            slope, offset = plan.calibration[who].T[:, :, None]
-            believed = calibrated(confidence, slope, offset)
-        low = np.cumprod(believed, axis=1) < stop.threshold
+        assert plan is not None, "a stop rule is a plan's"
+        low = np.cumprod(chances(plan, who, confidence), axis=1) < stop.threshold
     elif stop.kind is StopKind.ENTROPY:
         low = np.sqrt(ENTROPY_SCALE * _entropy(confidence)) > stop.threshold
         low[:, 0] = False

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from parlay.policies.files import write_whole
+from parlay.policies.files import fault_of, write_whole
 from parlay.policies.types import NGRAM, PROPOSERS, Array, Proposer
 
 SHIPPED_TRACE = Path(__file__).parent / "data" / "smollm_trace.jsonl.gz"
@@ -74,8 +74,8 @@ def read_traces(path: Path) -> Iterator[TracedRequest]:
         try:
             yield _parsed(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}:{number}: {what}; record the trace again") from None
+            said = fault_of(error)
+            raise ValueError(f"{path}:{number}: {said}; record the trace again") from None
         found += 1
     if not found:
         raise ValueError(f"{path}: the trace is empty; record it again")

@@ -24,9 +24,6 @@ from parlay.sim.scenario import Scenario
 from parlay.sim.tally import Episode, Tally
 from parlay.sim.workload import Arrival
 
-__all__ = ["BLOCK_TOKENS", "K_MAX", "PLENTY_BLOCKS", "TOKEN_BUDGET", "Episode", "LatePlanner",
-           "MakePolicy", "ended_early", "run_episode", "set_up"]  # fmt: skip
-
 K_MAX = 8
 TOKEN_BUDGET = 2048
 BLOCK_TOKENS = 16

@@ -15,7 +15,7 @@ import numpy as np
 from parlay.engine.shadow import SHADOW_TOKENS
 from parlay.policies.types import NGRAM, Array, ShadowKind, ShadowRows
 from parlay.sim.costs import TableCosts, load_costs
-from parlay.sim.episode import Episode, MakePolicy, ended_early, set_up
+from parlay.sim.episode import MakePolicy, ended_early, set_up
 from parlay.sim.fast import FastLoop
 from parlay.sim.fast_price import Drafted
 from parlay.sim.feed import Arrivals, Feed
@@ -23,6 +23,7 @@ from parlay.sim.keyed_luck import KeyedLuck
 from parlay.sim.keyed_seat import Seat
 from parlay.sim.kinds import Kind
 from parlay.sim.scenario import Scenario
+from parlay.sim.tally import Episode
 
 _MATCH = int(ShadowKind.MATCH)
 

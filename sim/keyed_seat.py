@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from parlay.engine.planner import Planner
-from parlay.policies.allocate import fit_plan
+from parlay.policies.allocate import fit_plan, verify_plan
 from parlay.policies.types import (
     DRAFT_MODEL,
-    NO_BUDGET,
     Array,
     BatchView,
-    Fitted,
     PlanSource,
     ShadowRows,
     StepOutcome,
@@ -19,12 +17,12 @@ from parlay.policies.types import (
     task_id,
 )
 from parlay.sim.backend import SimBackend, drafted
-from parlay.sim.episode import BLOCK_TOKENS, PLENTY_BLOCKS, Episode
+from parlay.sim.episode import BLOCK_TOKENS, PLENTY_BLOCKS
 from parlay.sim.fast import FastLoop
 from parlay.sim.fast_price import Stepped
 from parlay.sim.feed import Feed
 from parlay.sim.keyed_luck import KeyedLuck
-from parlay.sim.tally import Tally
+from parlay.sim.tally import Episode, Tally
 
 _LENGTH = int(Truncated.LENGTH)
 
@@ -73,7 +71,6 @@ class Seat:
         self.view = view = self._view()
         self.plan, self.source = self.planner.plan(view)
         self.fit = fit = fit_plan(self.plan, view)
-        fit.proposer[fit.k == 0] = 0
         active = np.flatnonzero(fit.k)
         self.kept = passes = fit.k.astype(np.int32)
         self.confidences = np.full((len(view), 1), np.nan, np.float32)
@@ -81,14 +78,11 @@ class Seat:
             at = self.rows[active]
             luck, where = self.backend.luck, (self.luck.row[at], self.loop.output[at])
             self.kept, passes, self.confidences = drafted(luck, active, *where, fit, self.plan)
-        self.verified = np.minimum(self._verify_k(fit, view), self.kept)
+        self.verified = self.kept
+        if self.plan is not None:
+            self.verified = verify_plan(self.plan, fit, self.kept, self.confidences)
         self.depth = int(passes[fit.proposer == DRAFT_MODEL].max(initial=0))
         return fit.proposer.astype(np.intp), passes, self.kept, self.verified
-
-    def _verify_k(self, fit: Fitted, view: BatchView) -> Array:
-        if self.plan is None or self.plan.budget_tokens == NO_BUDGET or not self.kept.any():
-            return self.kept
-        return fit_plan(self.plan, view, self.kept, self.confidences).verify_k
 
     def _view(self) -> BatchView:
         loop, rows = self.loop, self.rows

@@ -26,6 +26,7 @@ from parlay.policies.files import check_writable, write_json
 from parlay.sim.costs import load_costs
 from parlay.sim.counterfactual import SHIPPED_TRACE, TracedRequest, read_traces, write_traces
 from parlay.sim.episode import run_episode
+from parlay.sim.load import first_line
 from parlay.sim.scenario import Scenario, Stage
 from parlay.sim.simulate import maker, tune
 from parlay.sim.workload import Arrival
@@ -39,7 +40,6 @@ GATES = [
     for n in (3, 5, 8)
     for d in (0, 1, 2, 4)
 ]
-_SKIPPED_A_SEED = 101
 _SAMPLE = 2000
 _ONE_SIDED = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13}
 """Student's t at 95%, one-sided, by number of seeds."""
@@ -91,7 +91,7 @@ def seconds(
     one, count = scenario_of(path, batch, costs, waiting=True), PASSES[batch] * len(requests)
 
     def arrivals(_: Stage, seed: int) -> Iterator[Arrival]:
-        for number, place in enumerate(itertools.count(_SKIPPED_A_SEED * seed)):
+        for number, place in enumerate(itertools.count(first_line(seed))):
             r, when = requests[place % len(requests)], 0.0 if number < count else np.inf
             yield Arrival(when, r.task, r.prompt_tokens, r.output_tokens)
 
@@ -129,13 +129,17 @@ def cells(
                 theirs = run(batch, cost, against)
                 for policy in policies:
                     ratio = theirs / run(batch, cost, policy)
-                    low = float(ratio.mean())
-                    if seeds > 1:
-                        low -= _ONE_SIDED.get(seeds, 2.0) * float(ratio.std(ddof=1)) / seeds**0.5
-                    cell = Cell(name, cost, batch, policy, against, float(ratio.mean()), low)
-                    found.append(cell)
-                    told(cell)
+                    found.append(Cell(name, cost, batch, policy, against, *_bounded(ratio)))
+                    told(found[-1])
     return found
+
+
+def _bounded(ratio: np.ndarray) -> tuple[float, float]:
+    """Return the mean of ratios [seeds], and its lower 95% bound."""
+    mean, seeds = float(ratio.mean()), len(ratio)
+    if seeds == 1:
+        return mean, mean
+    return mean, mean - _ONE_SIDED.get(seeds, 2.0) * float(ratio.std(ddof=1)) / seeds**0.5
 
 
 def lab(

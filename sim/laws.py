@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parlay.policies.files import write_json
+from parlay.policies.files import fault_of, write_json
 from parlay.policies.types import Proposer
 from parlay.sim.latent import COLD_FACTOR, TaskLaw
 
@@ -66,10 +66,9 @@ def read_fitted(path: str) -> Mapping[str, Task]:
         if not found:
             raise ValueError("it has no tasks")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"{path} holds no fitted acceptance ({said}): make one with `parlay calibrate"
-            " acceptance`; a recorded trace is named .jsonl"
+            f"{path} holds no fitted acceptance ({fault_of(error)}): make one with"
+            " `parlay calibrate acceptance`; a recorded trace is named .jsonl"
         ) from None
     return found
 

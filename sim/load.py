@@ -66,7 +66,7 @@ def luck_of(scenario: Scenario, depth: int, seed: int) -> tuple[Luck, dict[str, 
     if scenario.replays:
         recorded = list(read_traces(Path(scenario.acceptance)))
         tags = dict.fromkeys(request.task for request in recorded)
-        luck = TraceLuck(recorded, depth, _first_line(seed))
+        luck = TraceLuck(recorded, depth, first_line(seed))
         return luck, {tag: i for i, tag in enumerate(tags)}, luck.proposer_mask
     names, known = scenario.tasks, scenario.catalogue
     latents = Latents([known[name].law for name in names], depth, seed)
@@ -77,7 +77,8 @@ def luck_of(scenario: Scenario, depth: int, seed: int) -> tuple[Luck, dict[str, 
     return latents, {name: i for i, name in enumerate(names)}, mask
 
 
-def _first_line(seed: int) -> int:
+def first_line(seed: int) -> int:
+    """Return the line of a recording at which a start of this seed begins."""
     return _SKIPPED_A_SEED * seed
 
 
@@ -85,7 +86,7 @@ def _replayed(path: Path) -> Arrivals:
     recorded = list(read_traces(path))
 
     def arrivals(stage: Stage, seed: int) -> Iterator[Arrival]:
-        for number in itertools.count(_first_line(seed)):
+        for number in itertools.count(first_line(seed)):
             request = recorded[number % len(recorded)]
             yield Arrival(0.0, request.task, request.prompt_tokens, request.output_tokens)
 

@@ -19,6 +19,7 @@ from parlay.engine.backend import Backend
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams, SpeculationParams
 from parlay.engine.step import Engine, EngineConfig
+from parlay.policies.baselines.rows import batch_plan
 from parlay.policies.cost import StepTime as Learned
 from parlay.policies.policy import EngineLimits, Policy, Stateless
 from parlay.policies.types import (
@@ -29,7 +30,7 @@ from parlay.policies.types import (
     PROPOSERS,
     BatchView,
     Plan,
-    Reason,
+    Proposer,
     StepOutcome,
 )
 from parlay.sim.backend import SimBackend
@@ -110,17 +111,7 @@ class Sweep(Stateless):
     def decide(self, view: BatchView) -> Plan:
         """Return the next choice for every row."""
         proposer, k = self.choices[view.step_id % len(self.choices)]
-        rows = len(view)
-        return Plan(
-            request_id=view.request_id,
-            proposer=np.full(rows, proposer, np.uint8),
-            k=np.full(rows, k, np.int16),
-            shadow=np.zeros(rows, bool),
-            propensity=np.ones(rows, np.float32),
-            reason=np.full(rows, Reason.FIXED, np.uint8),
-            step_id=view.step_id,
-            policy_version=self.name,
-        )
+        return batch_plan(view, Proposer(proposer), k)
 
 
 class Player:

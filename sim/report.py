@@ -10,10 +10,10 @@ from typing import Any
 
 import jinja2
 
-from parlay.sim.episode import Episode
 from parlay.sim.report_rank import Ranked, asked, loses, oracle, rank, reference
 from parlay.sim.scenario import Scenario
 from parlay.sim.simulate import BEST_STATIC, Row
+from parlay.sim.tally import Episode
 
 TEMPLATE = Path(__file__).parent / "data" / "report.html.j2"
 DASH = "\u2013"

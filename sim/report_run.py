@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFormatter
 
 from parlay.policies.types import Array, Proposer
-from parlay.sim.episode import Episode
 from parlay.sim.report_style import FASTER, INK, LETTERS, MUTED, STYLE, svg, title
 from parlay.sim.scenario import Scenario, Stage
 from parlay.sim.simulate import BEST_STATIC, NONE
+from parlay.sim.tally import Episode
 
 PROPOSER_COLOURS: Mapping[Proposer, str] = {
     Proposer.NONE: "#dfe2e6",

@@ -17,13 +17,14 @@ import numpy as np
 
 from parlay.policies.policy import EngineLimits, Policy, make_policy
 from parlay.sim.backend import SimBackend
-from parlay.sim.episode import Episode, MakePolicy, run_episode
+from parlay.sim.episode import MakePolicy, run_episode
 from parlay.sim.filtering import filtering_oracle
 from parlay.sim.keyed import fits, run_side_by_side
 from parlay.sim.load import arrivals_of
 from parlay.sim.oracle import clairvoyant, hazard_oracle
 from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
+from parlay.sim.tally import Episode
 
 ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
     "clairvoyant": clairvoyant,

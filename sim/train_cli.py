@@ -64,17 +64,26 @@ def train(
         if resume:
             raise ValueError("a sweep does not go on where it was: leave --resume out")
         _swept(tasks, workers or os.cpu_count() or 1, ray, console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    else:
+        _one(tasks[0], resume, console)
+
+
+def _one(task: Training, resume: bool, console: Console) -> None:
+    """Run a training under a bar, and say how its network does."""
+    with _bar(console) as bar:
         shown = bar.add_task("preparing", total=1.0)
 
         def tell(share: float, row_steps: int, gain: float) -> None:
             text = f"{1e-6 * row_steps:.2f}M row-steps, {gain:.2f}x no speculation"
             bar.update(shown, completed=share, description=text)
 
-        card = run(tasks[0], resume, tell)
-    _show(out, card, console)
+        card = run(task, resume, tell)
+    _show(task.out, card, console)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 def _choices(settings: list[str]) -> dict[str, list[float]]:
@@ -93,8 +102,7 @@ def _choices(settings: list[str]) -> dict[str, list[float]]:
 
 def _swept(tasks: list[Training], workers: int, ray: str, console: Console) -> None:
     """Run a sweep under a bar, and say how all did and where the best is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with _bar(console) as bar:
         shown = bar.add_task("training", total=len(tasks))
         best = [0.0]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -91,19 +90,16 @@ class FaultyLine:
 
     def cut(self) -> None:
         """End every connection at once."""
-        asyncio.run_coroutine_threadsafe(_called(self._abort), self._loop).result(WAIT_S)
+
+        async def abort() -> None:
+            self._abort()
+
+        asyncio.run_coroutine_threadsafe(abort(), self._loop).result(WAIT_S)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-
-
-def _called(function: Callable[[], None]) -> Coroutine[Any, Any, None]:
-    async def call() -> None:
-        function()
-
-    return call()
 
 
 def flipping(seed: int, share: float) -> Callable[[bytes], bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 
 import torch
 from tests.metered import Meter, Metered
@@ -33,6 +34,7 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
+@cache
 def tiny_model() -> Llama:
     source = torch.Generator().manual_seed(0)
     weights = {
@@ -46,8 +48,9 @@ def tiny_model() -> Llama:
 class Load:
     """An engine that always has some requests: greedy ones, and coupled ones with seeds."""
 
-    def __init__(self, model: Llama, planner: Planner) -> None:
-        self.engine = Engine(TorchBackend(model, None, CONFIG, k_max=8), planner, CONFIG)
+    def __init__(self, planner: Planner) -> None:
+        backend = TorchBackend(tiny_model(), None, CONFIG, k_max=8)
+        self.engine = Engine(backend, planner, CONFIG)
         self.requests: list[Request] = []
 
     def add(self) -> None:
@@ -78,9 +81,10 @@ class Load:
         return [list(r.output) for r in self.requests]
 
 
-def known_outputs(model: Llama) -> list[list[int]]:
+@cache
+def known_outputs() -> list[list[int]]:
     """Return what each kind of request makes without any speculation."""
-    load = Load(model, LocalPlanner(make_policy("none")))
+    load = Load(LocalPlanner(make_policy("none")))
     for _ in range(KINDS):
         load.add()
     load.finish()
@@ -90,12 +94,12 @@ def known_outputs(model: Llama) -> list[list[int]]:
 class Steered(Load):
     """A load whose engine asks a sidecar; steps that it did not answer in time are decided here."""
 
-    def __init__(self, model: Llama, target: str) -> None:
-        self.meter = Meter()
-        limits = TorchBackend(model, None, CONFIG, k_max=8).limits()
+    def __init__(self, target: str) -> None:
+        self._known, self.meter = known_outputs(), Meter()
+        limits = TorchBackend(tiny_model(), None, CONFIG, k_max=8).limits()
         fallback = Metered(LocalPlanner(make_policy("ngram_gate", None, limits)), self.meter, -1)
         self.planner = RemotePlanner(target, EngineInfo("engine", limits), fallback)
-        super().__init__(model, Metered(self.planner, self.meter))
+        super().__init__(Metered(self.planner, self.meter))
 
     def run(self, seconds: float) -> tuple[int, int]:
         """Step for so long; return how many steps the sidecar steered, and how many not."""
@@ -133,11 +137,11 @@ class Steered(Load):
         before = self.planner.stats.plans_local
         return self.until(lambda: self.planner.stats.plans_local > before)
 
-    def check(self, known: list[list[int]]) -> None:
+    def check(self) -> None:
         """Assert that outputs are the known ones, and that no step's planning took too long."""
         self.finish()
         for number, output in enumerate(self.outputs()):
-            assert output == known[number % KINDS], f"request {number}"
+            assert output == self._known[number % KINDS], f"request {number}"
         assert sum(r.accepted for r in self.requests) > 0
         self.meter.check()
 
@@ -147,14 +151,14 @@ class Steered(Load):
 
 
 @contextmanager
-def steered(model: Llama, target: str, known: list[list[int]]) -> Iterator[Steered]:
+def steered(target: str) -> Iterator[Steered]:
     """Run a load under a sidecar's steering, for the block to harm.
 
     In the end every request must have the output it has without any speculation, and no step may
     have cost the engine's thread more than it may.
     """
-    load = Steered(model, target)
+    load = Steered(target)
     with closing(load.planner), load.meter.watching():
         load.until_steered()
         yield load
-        load.check(known)
+        load.check()

@@ -9,21 +9,25 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+
+from parlay.engine.bench_memory import resident_mb
 
 WAIT_S = 30.0
 FIXED = ("--policy", "fixed", "--set", "proposer=ngram", "--set", "k=4")
 
 
 class Sidecar:
-    """A sidecar at `listen`, started anew at the same address as often as asked."""
+    """A sidecar at `listen`, started anew at the same address as often as asked.
+
+    page: the URL of its page, where it has one; errors: what it has written to stderr.
+    """
 
     def __init__(
         self, listen: str, *options: str, environ: Mapping[str, str] | None = None
     ) -> None:
         self.target, self._options = listen, options
         self._environ = dict(os.environ) | dict(environ or {})
-        self.errors: list[str] = []
+        self.page, self.errors = "", list[str]()
         self.start()
 
     def start(self) -> None:
@@ -37,9 +41,10 @@ class Sidecar:
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
         assert self.process.stdout is not None
-        ready = self.process.stdout.readline()
-        assert "serving on" in ready, self.errors
-        self.target = ready.split()[3]
+        while "serving on" not in (line := self.process.stdout.readline()):
+            assert "page on" in line, self.errors
+            self.page = line.split()[-1]
+        self.target = line.split()[3]
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
@@ -74,14 +79,16 @@ class Sidecar:
             stream.close()
         return self.process.returncode
 
-    def count(self, what: str) -> int:
-        """Return how many open files (`fd`) or threads (`task`) the process has."""
-        return len(list(Path(f"/proc/{self.pid}/{what}").iterdir()))
-
     def resident_mb(self) -> float:
         """Return the memory that the process holds, MB."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        found = resident_mb(self.pid)
+        assert found is not None
+        return found
+
+
+def count(pid: int, what: str) -> int:
+    """Return how many open files (`fd`) or threads (`task`) a process has."""
+    return len(os.listdir(f"/proc/{pid}/{what}"))
 
 
 @contextmanager

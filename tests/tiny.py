@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -10,9 +11,10 @@ import torch
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.models import Llama
 from parlay.engine.scheduler import EngineConfig
+from parlay.engine.step import Engine
 from parlay.engine.torch_backend import DraftModel, TorchBackend
 from parlay.policies.policy import Stateless
-from parlay.policies.types import BatchView, Plan, Proposer, StopRule
+from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopRule
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(
@@ -32,10 +34,12 @@ def tiny_config(vocab: int, layers: int, context: int = 128) -> ModelConfig:
     )  # fmt: skip
 
 
-def tiny_weights(config: ModelConfig, rng: torch.Generator) -> dict[str, torch.Tensor]:
+def tiny_weights(
+    shapes: Mapping[str, tuple[int, ...]], rng: torch.Generator
+) -> dict[str, torch.Tensor]:
     return {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
-        for name, shape in config.tensor_shapes().items()
+        for name, shape in shapes.items()
     }
 
 
@@ -49,7 +53,7 @@ def tiny_llama(
 ) -> Llama:
     config = dataclasses.replace(tiny_config(vocab, layers, context), state_layers=state_layers)
     rng = torch.Generator().manual_seed(seed)
-    weights = tiny_weights(config, rng)
+    weights = tiny_weights(config.tensor_shapes(), rng)
     if state_layers:
         width = len(state_layers) * config.hidden
         weights["state_proj.weight"] = torch.randn(config.hidden, width, generator=rng)
@@ -74,6 +78,14 @@ def tiny_backend(
     ids = torch.arange(vocab - 1)
     target = tiny_llama(vocab, 2, 3, dtypes[0], context=context)
     return TorchBackend(target, DraftModel(draft, ids), config, seed=seed)
+
+
+def step(engine: Engine) -> StepOutcome:
+    """Run a step that has something to do; the draft's blocks must add up behind it."""
+    outcome = engine.step()
+    assert outcome is not None
+    engine.scheduler.draft.check()
+    return outcome
 
 
 class AnyPlan(Stateless):

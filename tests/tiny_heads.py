@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.tiny import CONFIG, CPU, tiny_llama
+from tests.tiny import CONFIG, CPU, tiny_llama, tiny_weights
 from torch import Tensor
 
 from parlay.engine.medusa_heads import Heads, HeadsConfig, PlainHeads, RootedHeads
@@ -18,11 +18,7 @@ def rooted_config(vocab: int) -> HeadsConfig:
 
 
 def rooted_weights(config: HeadsConfig, seed: int = 5) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=rng) * 0.4
-        for name, shape in config.tensor_shapes().items()
-    }
+    return tiny_weights(config.tensor_shapes(), torch.Generator().manual_seed(seed))
 
 
 def tiny_heads(vocab: int, plain: bool = False) -> Heads:

@@ -1,8 +1,10 @@
-"""A host that an observatory watches, and engines that are made up, for tests of what is seen."""
+"""A host that an observatory watches, made-up engines, and who asks, for tests of what is seen."""
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -58,3 +60,24 @@ def run_steps(
         if clock is not None:
             clock.now_s += step_s
     return session, seen
+
+
+def ask(app: Any, path: str, *shown: str, query: str = "") -> tuple[int, dict[str, str], str]:
+    """Return status, headers and body of a GET of an ASGI application; shown: Authorizations."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(),
+        "headers": [(b"authorization", one.encode("latin-1")) for one in shown],
+        "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
+        "server": ("testserver", 80), "client": ("203.0.113.9", 1),
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(m.get("body", b"") for m in sent[1:]).decode()

@@ -158,21 +158,26 @@ def oddly_encoded() -> Iterator[Entry]:
     message.step_report.view.ClearField("task")
     body = message.step_report.view.SerializeToString()
     unpacked = b"".join(b"\x5d" + task.to_bytes(4, "little") for task in tasks)
-    yield _entry("unpacked column", asks, _wrapped(2, _wrapped(2, body + unpacked)))
-    later = b"\xfa\x01\x05later"
-    yield _entry(
-        "fields of a later release", asks, _wrapped(2, _wrapped(2, body + unpacked)) + later
-    )
+    report = wrapped(2, wrapped(2, body + unpacked))
+    yield _entry("unpacked column", asks, report)
+    yield _entry("fields of a later release", asks, report + wrapped(31, b"later"))
     proposers = codec.encode_request(codec.Hello("x", LIMITS))
     newer: Any = policy_pb2.SteerRequest.FromString(proposers)
     newer.hello.proposers.append(9)
     yield _entry("proposer of a later release", asks, newer.SerializeToString())
 
 
-def _wrapped(number: int, body: bytes) -> bytes:
-    size = len(body)
-    assert size < 2**14
-    return bytes([number << 3 | 2, size & 127 | 128, size >> 7]) + body
+def wrapped(number: int, body: bytes) -> bytes:
+    """Return a field that holds bytes, encoded: a message, a text, or one of a later release."""
+    return _varint(number << 3 | 2) + _varint(len(body)) + body
+
+
+def _varint(value: int) -> bytes:
+    groups = bytearray()
+    while value > 127:
+        groups.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*groups, value])
 
 
 def filled() -> Iterator[Entry]:

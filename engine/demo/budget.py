@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -85,7 +85,6 @@ def measure_costs(
     engine: Engine,
     prompts: Sequence[DemoPrompt],
     prompt_ids: Sequence[list[int]],
-    on_step: Callable[[], None] | None = None,
 ) -> Costs:
     """Decode a few tokens without speculation at each concurrency; also warms the backend up."""
     step_ms: dict[int, float] = {}
@@ -93,7 +92,7 @@ def measure_costs(
     for c in CONCURRENCIES:
         cell = Cell(MIXED, c, tuple(range(len(prompts)))[:c])
         lengths = [_PROBE_TOKENS[c]] * len(prompts)
-        run = run_cell(engine, cell, prompts, prompt_ids, lengths, on_step)
+        run = run_cell(engine, cell, prompts, prompt_ids, lengths)
         full = [ms for ms, rows, _ in run.steps.timeline if rows.sum() == len(cell.prompts)]
         step_ms[c] = median(full or [1e3 * run.seconds / _PROBE_TOKENS[c]])
         prompt_ms += max(1e3 * run.seconds - len(run.steps.timeline) * step_ms[c], 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from parlay.engine.demo.run import run_demo
 from parlay.engine.demo.soundness import compare, judge
 from parlay.engine.llm import load_backend
 from parlay.engine.weights import default_model_dir
+from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import make_policy
 
 
@@ -53,7 +53,7 @@ def demo_main(policy: str, quick: bool, json_file: Path | None, console: Console
     report["seconds"] = time.monotonic() - started_s
     try:
         if json_file:
-            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(json_file, report)
     finally:
         print_report(report, console)
     console.print(
@@ -78,16 +78,5 @@ def picture_beside(json_file: Path | None) -> Path:
     picture = json_file.with_suffix(".png") if json_file else Path("parlay-demo.png")
     for file in (json_file, picture):
         if file is not None:
-            _check_writable(file)
+            check_writable(file)
     return picture
-
-
-def _check_writable(file: Path) -> None:
-    """Find out before the run, not after it, and leave nothing new behind."""
-    new = not file.exists()
-    try:
-        file.open("ab").close()
-        if new:
-            file.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write {file}: {error.strerror}") from None

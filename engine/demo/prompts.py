@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 TASKS = ("chat", "code", "edit", "extract", "summarise", "continue")
 
@@ -37,3 +38,16 @@ def demo_prompts() -> tuple[DemoPrompt, ...]:
     """Return the 24 prompts that ship with parlay."""
     path = resources.files("parlay.engine") / "data" / "demo_prompts.txt"
     return parse_prompts(path.read_text(encoding="utf-8"))
+
+
+def chat_prompts(tokenizer: Any, of_each: int) -> list[tuple[str, list[int]]]:
+    """Return (task, token ids) of the first so many prompts of each task.
+
+    tokenizer: a Hugging Face one; its chat template is applied.
+    """
+    ours = demo_prompts()
+    chosen = [p for task in TASKS for p in [p for p in ours if p.task == task][:of_each]]
+    turns = [[{"role": "user", "content": p.text}] for p in chosen]
+    encode = tokenizer.apply_chat_template
+    ids = [encode(t, add_generation_prompt=True, return_dict=True)["input_ids"] for t in turns]
+    return [(p.task, one) for p, one in zip(chosen, ids, strict=True)]

@@ -7,15 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
+from parlay.engine.demo.bar import Bar
 from parlay.engine.demo.budget import Costs, Plan, choose_shape, measure_costs
 from parlay.engine.demo.modes import Lane
 from parlay.engine.demo.prompts import DemoPrompt
@@ -28,8 +21,6 @@ from parlay.engine.demo.workload import (
     output_lengths,
     run_cell,
 )
-
-TELL_S = 20.0
 
 
 @dataclass(slots=True)
@@ -66,17 +57,14 @@ def run_demo(
     tokens = [len(ids) for ids in prompt_ids]
     lengths = output_lengths(prompts, shape.output_tokens)
     seconds = [costs.seconds(c, tokens, lengths) for c in run.cells]
-    tell = _teller(console)
-    with _progress(console) as progress:
-        bar = progress.add_task("", total=shape.rounds * len(lanes) * sum(seconds))
+    with Bar(console, shape.rounds * len(lanes) * sum(seconds)) as bar:
 
         def decode(lane: Lane, index: int) -> CellRun:
             cell = run.cells[index]
             at = f"round {len(run.rounds) + 1}/{shape.rounds} {cell.label} {lane.mode.name}"
-            progress.update(bar, description=at)
-            tell(at, progress.tasks[0].percentage)
+            bar.start(at)
             done = run_cell(lane.engine, cell, prompts, prompt_ids, lengths)
-            progress.advance(bar, seconds[index])
+            bar.advance(seconds[index])
             return done
 
         for number in range(shape.rounds):
@@ -120,28 +108,4 @@ def describe(run: DemoRun, modes: int) -> str:
         f"a plain step takes {steps}; a prompt token {costs.prompt_token_ms:.2f} ms. So: "
         f"{shape.rounds} rounds x {modes} modes x {len(run.cells)} cells, about "
         f"{shape.output_tokens} tokens a request; at 16 a task's prompts are used several times"
-    )
-
-
-def _teller(console: Console) -> Callable[[str, float], None]:
-    """Return what says now and then where a run is, where no bar can be drawn."""
-    said_s = [time.monotonic()]
-
-    def tell(where: str, percent: float) -> None:
-        if not console.is_terminal and time.monotonic() - said_s[0] > TELL_S:
-            said_s[0] = time.monotonic()
-            console.print(f"{where}: {percent:.0f}%", highlight=False)
-
-    return tell
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parlay.engine.demo.prompts import TASKS, DemoPrompt
@@ -96,7 +96,6 @@ def run_cell(
     prompts: Sequence[DemoPrompt],
     prompt_ids: Sequence[list[int]],
     lengths: Sequence[int],
-    on_step: Callable[[], None] | None = None,
 ) -> CellRun:
     """Decode a cell greedily in a closed loop: as one request ends the next comes in.
 
@@ -117,8 +116,6 @@ def run_cell(
         outcome = engine.step()
         if outcome is not None:
             log.add(outcome)
-        if on_step is not None:
-            on_step()
     seconds = engine.backend.clock() - start_s
     outputs = [(i, r.output) for i, r in zip(cell.prompts, requests, strict=True)]
     return CellRun(seconds, sum(len(o) for _, o in outputs), log, outputs)

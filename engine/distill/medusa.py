@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from parlay.engine.distill.llama import Target, target_of
-from parlay.engine.distill.medusa_measure import HeadsFigures, heads_by_task
+from parlay.engine.distill.llama import target_of
+from parlay.engine.distill.medusa_measure import WIDEST, HeadsFigures, heads_by_task
 from parlay.engine.distill.medusa_train import new_heads, train_heads
 from parlay.engine.distill.pipeline import (
     Settings,
+    finish,
     held_out_answers,
     progress_bar,
     require_data,
@@ -26,7 +27,6 @@ from parlay.engine.distill.student import HEAD_ROWS, frequent_ids
 from parlay.engine.distill.train import Progress
 from parlay.engine.draft_format import load_draft
 from parlay.engine.medusa_format import OfTarget, load_heads, read_heads_card, save_heads
-from parlay.engine.model_config import ModelConfig
 from parlay.engine.weights import default_model_dir, load_checkpoint
 
 
@@ -62,13 +62,8 @@ def make_heads(
         "trained_tokens": state.tokens,
         "steps": state.steps,
     }
-    save_heads(out, student.config, student.tensors(), vocab, target.embedding, card)
-    if "PARLAY_DATA" not in os.environ:
-        console.print("not measured: set PARLAY_DATA to the folder of public data, --measure-only")
-        return card
-    card = measure_heads(settings, out, console)
-    save_heads(out, student.config, student.tensors(), vocab, target.embedding, card)
-    return card
+    save = partial(save_heads, out, student.config, student.tensors(), vocab, target.embedding)
+    return finish(card, save, partial(measure_heads, settings, out, console), console)
 
 
 def measure_heads(settings: Settings, path: Path, console: Console) -> dict[str, Any]:
@@ -80,7 +75,7 @@ def measure_heads(settings: Settings, path: Path, console: Console) -> dict[str,
     torch.set_num_threads(1)
     config, weights = load_checkpoint(settings.model or default_model_dir())
     target = target_of(config, weights, torch.bfloat16)
-    heads = load_heads(path, _of(config, target))
+    heads = load_heads(path, OfTarget(config, target.embedding, target.head))
     card = {} if path.is_dir() else read_heads_card(path)
     texts = held_out_answers(settings, config, weights, card, console)
     with progress_bar(console, "guess at every position", len(texts)) as bar:
@@ -89,17 +84,14 @@ def measure_heads(settings: Settings, path: Path, console: Console) -> dict[str,
     return {**card, "tasks": {task: dataclasses.asdict(f) for task, f in found.items()}}
 
 
-def _of(config: ModelConfig, target: Target) -> OfTarget:
-    return OfTarget(config, target.embedding, target.head)
-
-
 def _show(found: dict[str, HeadsFigures]) -> None:
     depth = max((len(f.accepted) for f in found.values()), default=0)
     table = Table("task", *(f"k={k}" for k in range(1, depth + 1)), title="accepted tokens, mean")
     for task, f in found.items():
         table.add_row(task, *(f"{m:.2f}" for m in f.accepted))
     Console().print(table)
-    table = Table("task", "head", *(f"top-{b}" for b in range(1, 6)), title="share of right tokens")
+    ranks = (f"top-{b}" for b in range(1, WIDEST + 1))
+    table = Table("task", "head", *ranks, title="share of right tokens")
     for task, f in found.items():
         for head, row in enumerate(f.top, 1):
             table.add_row(task, str(head), *(f"{share:.3f}" for share in row))

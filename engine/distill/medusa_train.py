@@ -19,14 +19,8 @@ from torch.nn import functional as F
 
 from parlay.engine.distill.examples import Example
 from parlay.engine.distill.llama import Target
-from parlay.engine.distill.student import CHUNK_ROWS
-from parlay.engine.distill.train import (
-    Optimizer,
-    Progress,
-    forever,
-    restore,
-    spend,
-)
+from parlay.engine.distill.student import CHUNK_ROWS, favoured
+from parlay.engine.distill.train import Optimizer, Progress, forever, restore, spend
 from parlay.engine.linear import Linear
 from parlay.engine.medusa_heads import HeadsConfig, known_of, make_cells, run_cell
 
@@ -186,10 +180,7 @@ def teacher_law(states: Tensor, rows: Tensor) -> Tensor:
     law = torch.empty(len(states), len(rows), dtype=torch.bfloat16)
     for start in range(0, len(states), CHUNK_ROWS):
         at = slice(start, start + CHUNK_ROWS)
-        p = F.softmax((states[at] @ rows.T).float(), -1)
-        best = p.argmax(-1, keepdim=True)
-        p.mul_(1 - FIRST_SHARE)
-        law[at] = p.scatter_add_(1, best, torch.full(best.shape, FIRST_SHARE))
+        law[at], _ = favoured(states[at] @ rows.T, FIRST_SHARE)
     return law
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from parlay.policies.files import write_json
 
 WORK = Path("distill-work")
 Work = Annotated[
@@ -30,7 +30,7 @@ def check(out: Path | None, measure_only: bool, minutes: float, prompts: int, wh
         raise ValueError("--minutes and --prompts must be above 0")
 
 
-def write_figures(file: Path | None, figures: Mapping[str, Any]) -> None:
+def write_figures(file: Path | None, figures: dict[str, Any]) -> None:
     """Write figures as JSON where a file for them was given."""
     if file is not None:
-        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(file, figures)

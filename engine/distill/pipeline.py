@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from parlay.engine.distill.llama import Target, body_of, target_of
 from parlay.engine.distill.measure import DEPTH, Drafter, by_task
 from parlay.engine.distill.prompts import Prompt, training_prompts
 from parlay.engine.distill.states import state_layers, target_states
-from parlay.engine.distill.student import HEAD_ROWS, Student, frequent_ids, new_student
+from parlay.engine.distill.student import HEAD_ROWS, frequent_ids, new_student
 from parlay.engine.distill.talk import talk_prompts
 from parlay.engine.distill.train import Progress as Stand
 from parlay.engine.distill.train import train
@@ -98,7 +98,8 @@ def make(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
         "trained_tokens": state.tokens,
         "steps": state.steps,
     }
-    return finish(settings, student, target.embedding, card, out, console)
+    save = partial(save_draft, out, student.body.config, student.tensors(), vocab, target.embedding)
+    return finish(card, save, partial(measure, settings, out, console), console)
 
 
 def self_generated(
@@ -120,21 +121,21 @@ def self_generated(
 
 
 def finish(
-    settings: Settings,
-    student: Student,
-    embedding: torch.Tensor,
     card: dict[str, Any],
-    out: Path,
+    save: Callable[[dict[str, Any]], None],
+    measured: Callable[[], dict[str, Any]],
     console: Console,
 ) -> dict[str, Any]:
-    """Write the draft, and again with its measured acceptance where there is data to measure on."""
-    config = student.body.config
-    save_draft(out, config, student.tensors(), student.vocab, embedding, card)
+    """Save what was trained under its card, and again with its figures where there is data for it.
+
+    measured: returns the card of what was saved, with figures. Returns the card saved last.
+    """
+    save(card)
     if "PARLAY_DATA" not in os.environ:
         console.print("not measured: set PARLAY_DATA to the folder of public data, --measure-only")
         return card
-    card = {**card, "accepted": measure(settings, out, console)["accepted"]}
-    save_draft(out, config, student.tensors(), student.vocab, embedding, card)
+    card = measured()
+    save(card)
     return card
 
 

@@ -76,6 +76,13 @@ def student_config(target: ModelConfig, rows: int, layers: int) -> ModelConfig:
     )
 
 
+def favoured(logits: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Return a law f32 [n, rows], `share` of it moved to its first choice, and that, i64 [n, 1]."""
+    p = F.softmax(logits.float(), -1)
+    best = p.argmax(-1, keepdim=True)
+    return p.mul_(1 - share).scatter_add_(1, best, torch.full(best.shape, share)), best
+
+
 class DistilledHead(torch.autograd.Function):
     """The head and its cross-entropy against the teacher's distribution, in chunks of rows.
 
@@ -96,10 +103,7 @@ class DistilledHead(torch.autograd.Function):
             at = slice(start, start + CHUNK_ROWS)
             w = weight[at, None]
             log_q = F.log_softmax((hidden[at] @ head.T).float(), -1)
-            p = F.softmax((taught[at] @ teacher_head.T).float(), -1)
-            best = p.argmax(-1, keepdim=True)
-            p.mul_(1 - ARGMAX_SHARE)
-            p.scatter_add_(1, best, torch.full(best.shape, ARGMAX_SHARE))
+            p, best = favoured(taught[at] @ teacher_head.T, ARGMAX_SHARE)
             sums[0] -= ((p * log_q).sum(-1, keepdim=True) * w).sum()
             sums[1] += ((log_q.argmax(-1, keepdim=True) == best) * w).sum()
             grad = log_q.exp_().sub_(p).mul_(w).to(hidden.dtype)

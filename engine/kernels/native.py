@@ -95,6 +95,32 @@ class NativeKV:
         )  # fmt: skip
 
 
+def pack(kernels: ctypes.CDLL, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Pack bfloat16 matrices [out, in] behind each other, in the order in which a pass reads them.
+
+    They must be contiguous.
+    """
+    sizes = [-(-len(w) // PANEL) * PANEL * w.shape[1] for w in weights]
+    packed = torch.empty(sum(sizes), dtype=torch.bfloat16).split(sizes)
+    assert packed[0].data_ptr() % 64 == 0, "torch aligns its memory to cache lines"
+    for w, p in zip(weights, packed, strict=True):
+        kernels.parlay_pack(
+            _POINTER(w.data_ptr()), _POINTER(p.data_ptr()), *map(ctypes.c_int64, w.shape)
+        )
+    return list(packed)
+
+
+def packed_linear(kernels: ctypes.CDLL, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """Return x [rows, in] times a packed matrix of `outputs` rows, bfloat16 [rows, outputs]."""
+    x = x.contiguous()
+    y = torch.empty(len(x), outputs, dtype=torch.bfloat16)
+    kernels.parlay_linear(
+        _POINTER(x.data_ptr()), _POINTER(packed.data_ptr()), _POINTER(y.data_ptr()),
+        *map(ctypes.c_int64, (len(x), outputs, x.shape[1])),
+    )  # fmt: skip
+    return y
+
+
 class NativeLlama:
     """Weights packed for the kernels; see `parlay.engine.runner.Model` for what its methods do.
 
@@ -118,7 +144,7 @@ class NativeLlama:
 
         self.embedding = embedding.to(torch.bfloat16).contiguous()
         self._in_proj, self._state_proj = (
-            self._pack([get(n)])[0] if f"{n}.weight" in weights else None
+            pack(library, [get(n)])[0] if f"{n}.weight" in weights else None
             for n in ("in_proj", "state_proj")
         )
         self.head_rows = config.vocab if "lm_head.weight" in weights else len(self.embedding)
@@ -129,10 +155,10 @@ class NativeLlama:
             qkv = torch.cat([get(f"{at}.self_attn.{n}_proj") for n in "qkv"])
             gate_up = torch.cat([get(f"{at}.mlp.{n}_proj") for n in ("gate", "up")])
             out, down = get(f"{at}.self_attn.o_proj"), get(f"{at}.mlp.down_proj")
-            self._packed.append(self._pack([qkv, out, gate_up, down]))
+            self._packed.append(pack(library, [qkv, out, gate_up, down]))
         self._norm = get("model.norm")
         head = get("lm_head") if "lm_head.weight" in weights else self.embedding
-        (self._head,) = self._pack([head])
+        (self._head,) = pack(library, [head])
         angles = rotary_angles(config, config.context)
         self._cos, self._sin = angles.cos(), angles.sin()
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -165,12 +191,12 @@ class NativeLlama:
 
     def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
         """Return the input of tokens; see `Model.embed`."""
-        x = self.embedding[ids]
+        x, hidden = self.embedding[ids], self.config.hidden
         if self._in_proj is not None:
-            x = self._linear(x, self._in_proj, self.config.hidden)
+            x = packed_linear(self.kernels, x, self._in_proj, hidden)
         if states is not None:
             assert self._state_proj is not None, "this model reads no states"
-            x = x + self._linear(states, self._state_proj, self.config.hidden)
+            x = x + packed_linear(self.kernels, states, self._state_proj, hidden)
         return x
 
     def run(
@@ -199,27 +225,7 @@ class NativeLlama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, head rows] logits of normed states."""
-        return self._linear(hidden, self._head, self.head_rows)
-
-    def _linear(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty(len(x), outputs, dtype=self.dtype)
-        self.kernels.parlay_linear(
-            _POINTER(x.data_ptr()), _POINTER(packed.data_ptr()), _POINTER(y.data_ptr()),
-            *map(ctypes.c_int64, (len(x), outputs, x.shape[1])),
-        )  # fmt: skip
-        return y
-
-    def _pack(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Pack matrices [out, in] behind each other, in the order in which a pass reads them."""
-        sizes = [-(-len(w) // PANEL) * PANEL * w.shape[1] for w in weights]
-        packed = torch.empty(sum(sizes), dtype=self.dtype).split(sizes)
-        assert packed[0].data_ptr() % 64 == 0, "torch aligns its memory to cache lines"
-        for w, p in zip(weights, packed, strict=True):
-            self.kernels.parlay_pack(
-                _POINTER(w.data_ptr()), _POINTER(p.data_ptr()), *map(ctypes.c_int64, w.shape)
-            )
-        return list(packed)
+        return packed_linear(self.kernels, hidden, self._head, self.head_rows)
 
     def scratch_for(self, model: _Model, rows: int, positions: int) -> Tensor:
         """Return memory for a pass over so many rows and positions; all passes share it."""

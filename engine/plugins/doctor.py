@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from parlay.engine.plugins import sglang, vllm, vllm_ability
+from parlay.engine.plugins.hooks import lacking
 from parlay.engine.plugins.settings import read_settings
 from parlay.policies.doctor import Asked, Finding, Verdict
 from parlay.policies.policy import EngineLimits, make_policy
@@ -129,9 +130,8 @@ def _sglang() -> Iterator[Finding]:
         text = f"{sglang.TARGET} cannot be had: {' '.join(str(error).split())}"
         yield Finding(FAIL, "sglang", text, "use SGLang 0.5.23 or newer, where it runs")
         return
-    missing = [method for method in sglang.HOOKS if not hasattr(base, method)]
-    if missing:
-        text = f"its adaptive policy has no {missing[0]}, nothing would be steered"
+    if (lacks := lacking(base, sglang.HOOKS)) is not None:
+        text = f"its adaptive policy has no {lacks}, nothing would be steered"
         yield Finding(FAIL, "sglang", text, "use SGLang 0.5.23 or newer")
         return
     text = "with --speculative-adaptive, one number of steps for the batch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,13 @@ import torch
 import transformers
 import typer
 
-from parlay.engine.bench import Contender, Tally, Timing, interleave
-from parlay.engine.demo.prompts import TASKS, demo_prompts
+from parlay.engine.bench import Contender, Timing, interleave, tokens_per_s
+from parlay.engine.bench_hf import SCHEDULES, scheduled
+from parlay.engine.demo.prompts import chat_prompts
 from parlay.engine.plugins.hf_shipped import shipped_draft
 from parlay.engine.plugins.huggingface import Speculator, parlay_generate
 from parlay.engine.weights import default_model_dir
+from parlay.policies.files import write_json
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _ROUND_KEY = "round_ratios"
@@ -42,34 +43,28 @@ def bench_hf(
     draft = shipped_draft(model)
     speculator = Speculator(model, draft, policy, {})
     contenders = hf_contenders(model, draft, speculator)
-    texts = [(p.task, ids) for p, ids in _prompts(str(folder), prompts)]
-    tallies = interleave(contenders, texts, tokens, rounds, lambda: None)
-    report = report_of(contenders, tallies, len(texts))
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder))
+    texts = chat_prompts(tokenizer, prompts)
+    timings = interleave(contenders, texts, tokens, rounds)
+    report = report_of(contenders, timings, len(texts))
     report["counters"] = speculator.counters.as_dict()
     typer.echo(_table(report))
     if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report)
 
 
 def hf_contenders(model: Any, draft: Any, speculator: Speculator) -> list[Contender]:
-    """Return generate as it comes, its four ways to speculate, and ours (the last)."""
+    """Return generate as it comes, its own ways to speculate, and ours (the last)."""
 
-    def assisted(tokens: int, schedule: str, confidence: float) -> Callable[[], dict[str, Any]]:
-        def use() -> dict[str, Any]:
-            config = draft.generation_config
-            config.num_assistant_tokens = tokens
-            config.num_assistant_tokens_schedule = schedule
-            config.assistant_confidence_threshold = confidence
-            return {"assistant_model": draft}
-
-        return use
+    def assisted(*schedule: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: {"assistant_model": scheduled(draft, *schedule)}
 
     ways = {
         ("hf", "none"): dict,
         ("hf_assisted", "constant 3"): assisted(3, "constant", 0.0),
         ("hf_assisted", "constant 5"): assisted(5, "constant", 0.0),
-        ("hf_assisted", "heuristic"): assisted(5, "heuristic", 0.0),
-        ("hf_assisted", "confidence"): assisted(20, "constant", 0.4),
+        ("hf_assisted", "heuristic"): assisted(*SCHEDULES["heuristic"]),
+        ("hf_assisted", "confidence"): assisted(*SCHEDULES["confidence"]),
         ("hf_prompt_lookup", "10 tokens"): lambda: {"prompt_lookup_num_tokens": 10},
         ("hf_prompt_lookup", "3 tokens"): lambda: {"prompt_lookup_num_tokens": 3},
         ("hf_parlay", "adaptive"): lambda: {
@@ -98,19 +93,19 @@ def _contender(model: Any, engine: str, mode: str, use: Callable[[], dict[str, A
     return Contender(engine, mode, decode)
 
 
-def report_of(contenders: list[Contender], tallies: list[Tally], prompts: int) -> dict[str, Any]:
+def report_of(
+    contenders: list[Contender], timings: list[list[Timing]], prompts: int
+) -> dict[str, Any]:
     """Return tokens a second of each, in all and by round, and ours over the best other way."""
-    rows = []
-    for contender, tally in zip(contenders, tallies, strict=True):
-        parts = [tally.timings[i : i + prompts] for i in range(0, len(tally.timings), prompts)]
-        by_round = [sum(t.tokens for t in p) / sum(t.total_s for t in p) for p in parts]
-        speed = tally.row(contender)["tokens_per_s"]
+    rows: list[dict[str, Any]] = []
+    for contender, done in zip(contenders, timings, strict=True):
+        parts = [done[i : i + prompts] for i in range(0, len(done), prompts)]
         rows.append(
             {
                 "engine": contender.engine,
                 "mode": contender.mode,
-                "tokens_per_s": speed,
-                "by_round": by_round,
+                "tokens_per_s": tokens_per_s(done),
+                "by_round": [tokens_per_s(part) for part in parts],
             }
         )
     best = max(rows[:-1], key=lambda r: float(r["tokens_per_s"]))
@@ -121,17 +116,6 @@ def report_of(contenders: list[Contender], tallies: list[Tally], prompts: int) -
         "ratio": rows[-1]["tokens_per_s"] / best["tokens_per_s"],
         _ROUND_KEY: ratios,
     }
-
-
-def _prompts(folder: str, count: int) -> list[tuple[Any, list[int]]]:
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    chosen = [p for task in TASKS for p in [p for p in demo_prompts() if p.task == task][:count]]
-    turns = [[{"role": "user", "content": p.text}] for p in chosen]
-    encode = tokenizer.apply_chat_template
-    return [
-        (p, encode(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
-        for p, turn in zip(chosen, turns, strict=True)
-    ]
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parlay.engine.plugins.adapter import Adapter
+from parlay.engine.plugins.hooks import extended, lacking, ours, reason
 from parlay.engine.plugins.settings import read_settings
 from parlay.engine.plugins.sglang_steps import BatchSteps, StepPrice
 from parlay.policies.policy import EngineLimits
@@ -34,6 +35,7 @@ _TOKENS = 1 << 16
 
 # A child of SGLang's own logger is shown wherever SGLang's lines are.
 log = logging.getLogger("sglang.parlay")
+_ours = functools.partial(ours, log, "parlay stops steering, SGLang's own rule goes on")
 
 
 def register() -> None:
@@ -52,26 +54,22 @@ def register() -> None:
 @functools.cache
 def steered(base: type) -> type:
     """Return a subclass of SGLang's own policy that asks ours, and is its own where ours fails."""
-    methods = {
-        "__init__": _init,
+    hooks = {
         "set_cuda_graph_bs": _set_cuda_graph_bs,
         "get_steps_for_batch": _get_steps_for_batch,
         "on_verify_complete": _on_verify_complete,
     }
-    bound = {name: method(base) for name, method in methods.items()}
-    return type(f"Parlay{base.__name__}", (base,), {**bound, "parlay": None, "_graphs": None})
+    return extended(base, begin, hooks, _graphs=None)
 
 
 def begin(params: Any, environ: Mapping[str, str] = os.environ) -> BatchSteps | None:
     """Return what decides for a server; None, with a line in the log, where nothing can."""
     try:
-        missing = [name for name in HOOKS if not callable(getattr(params, name, None))]
-        if missing:
-            raise ValueError(f"this SGLang's adaptive policy has no {missing[0]}")
+        if (lacks := lacking(params, HOOKS)) is not None:
+            raise ValueError(f"this SGLang's adaptive policy has no {lacks}")
         steps = _decider(params, environ)
     except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else repr(error)
-        log.warning("parlay leaves adaptive speculation to SGLang: %s", said)
+        log.warning("parlay leaves adaptive speculation to SGLang: %s", reason(error))
         return None
     lengths = ", ".join(map(str, params.candidate_steps))
     believed = "measured" if steps.clock is not None else "as PARLAY_SGLANG_STEP has it"
@@ -127,28 +125,6 @@ def lengths_for(params: Any, batch_size: int, graphs: Sequence[int] | None) -> l
     size = graphs[min(bisect_left(graphs, batch_size), len(graphs) - 1)]
     captured = [(step, params.cuda_graph_bs_for_step(step)) for step in every]
     return [step for step, sizes in captured if sizes is None or size in sizes] or every
-
-
-def _ours(params: Any, do: Callable[[BatchSteps], Any], otherwise: Callable[[], Any]) -> Any:
-    """Do our part of a hook; what fails leaves the rest to SGLang for good."""
-    steps = params.parlay
-    if steps is None:
-        return otherwise()
-    try:
-        return do(steps)
-    except Exception:
-        log.exception("parlay stops steering, SGLang's own rule goes on")
-        params.parlay = None
-        steps.close()
-        return otherwise()
-
-
-def _init(base: Any) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
-        self.parlay = begin(self)
-
-    return __init__
 
 
 def _set_cuda_graph_bs(base: Any) -> Callable[..., None]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from parlay.engine.plugins.adapter import Adapter, Decision, StepResult, Tracked, view_of
-from parlay.engine.plugins.vllm_clock import StepClock
+from parlay.engine.plugins.fitting import draft_all
+from parlay.engine.plugins.step_clock import StepClock
 from parlay.policies.acceptance import FIRST_TOKENS
 from parlay.policies.types import DRAFT_MODEL, PROPOSERS, Array
 
@@ -154,10 +155,7 @@ def nearest(k: Array, lengths: Sequence[int]) -> int:
 
 
 def _set_all(decision: Decision, k: int) -> None:
-    fit = decision.fit
-    fit.k = np.full(len(fit.k), k, np.int32)
-    fit.proposer = np.full(len(fit.k), DRAFT_MODEL if k else 0, np.uint8)
-    fit.verify_k = fit.k.copy()
+    draft_all(decision.fit, np.full(len(decision.view), k, np.int32), DRAFT_MODEL)
 
 
 def _of_drafter(ms: float) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parlay.engine.plugins import hooks
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import DRAFT_MODEL, K_LIMIT, MEDUSA, NGRAM, NONE
 
@@ -88,9 +89,8 @@ def ability_of(scheduler: Any, output: Any, environ: Mapping[str, str] = os.envi
 
 def lacking(scheduler: Any, output: Any) -> str | None:
     """Return what a vLLM lacks that we need, None for nothing; a scheduler or its class."""
-    missing = [name for name in HOOKS if not callable(getattr(scheduler, name, None))]
     fields = {f.name for f in dataclasses.fields(output)}
-    return missing[0] if missing else None if _DEPTH in fields else _DEPTH
+    return hooks.lacking(scheduler, HOOKS) or (None if _DEPTH in fields else _DEPTH)
 
 
 def ability_for(scheduler: Any, environ: Mapping[str, str]) -> Ability:

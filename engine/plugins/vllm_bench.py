@@ -6,7 +6,6 @@ All ways take turns on one engine in this process, so that they meet the same ma
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from parlay.engine.demo.prompts import TASKS, demo_prompts
+from parlay.engine.demo.prompts import chat_prompts
+from parlay.engine.demo.stats import ADAPTIVE
 from parlay.engine.plugins.vllm import register
+from parlay.policies.files import write_json
 
 LENGTHS = (2, 4, 8)
-ADAPTIVE = "adaptive"
 _ENVIRONMENT = {
     "PARLAY": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,13 +46,13 @@ def bench_vllm(
     os.environ.update({**_ENVIRONMENT, "PARLAY_POLICY": policy})
     register()
     llm = _engine(model, dtype)
-    asked = _prompts(llm, prompts)
+    asked = chat_prompts(llm.get_tokenizer(), prompts)
     rows = []
     for at_once in (int(part) for part in concurrency.split(",")):
         rows += _measure(llm, asked, at_once, tokens, rounds)
         typer.echo(_table(rows[-len(LENGTHS) - 2 :], at_once))
     if json_file is not None:
-        json_file.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, {"rows": rows})
 
 
 def _engine(model: Path | None, dtype: str) -> Any:
@@ -76,14 +76,6 @@ def _engine(model: Path | None, dtype: str) -> Any:
     )
 
 
-def _prompts(llm: Any, count: int) -> list[tuple[str, list[int]]]:
-    chosen = [p for task in TASKS for p in [p for p in demo_prompts() if p.task == task][:count]]
-    encode = llm.get_tokenizer().apply_chat_template
-    turns = [[{"role": "user", "content": p.text}] for p in chosen]
-    ids = [encode(t, add_generation_prompt=True, return_dict=True)["input_ids"] for t in turns]
-    return [(p.task, one) for p, one in zip(chosen, ids, strict=True)]
-
-
 def _measure(
     llm: Any, asked: list[tuple[str, list[int]]], at_once: int, tokens: int, rounds: int
 ) -> list[dict[str, Any]]:
@@ -98,21 +90,27 @@ def _measure(
             # vLLM drafts so many tokens by itself; 0 is no speculation.
             scheduler.num_spec_tokens, scheduler.parlay = k, steering if steered else None
             steering.step_us.clear()
+            steering.policy_us.clear()
             speeds.setdefault(way, []).append(_decode(llm, asked, at_once, tokens))
     scheduler.num_spec_tokens, scheduler.parlay = most, steering
     taken = {way: np.asarray(s[1:] or s) for way, s in speeds.items()}
-    best = max((w for w in taken if w != ADAPTIVE), key=lambda w: float(np.median(taken[w])))
+    best = max((w for w in taken if w != ADAPTIVE), key=lambda w: _median(taken[w]))
     return [
         {
             "concurrency": at_once,
             "way": way,
-            "tokens_per_s": float(np.median(speed)),
+            "tokens_per_s": _median(speed),
             "best_other": best,
-            "ratio": float(np.median(speed / taken[best])),
-            "plugin_p50_us": float(np.median(steering.step_us)) if way == ADAPTIVE else 0.0,
+            "ratio": _median(speed / taken[best]),
+            "plugin_p50_us": _median(steering.step_us) if way == ADAPTIVE else 0.0,
+            "policy_p50_us": _median(steering.policy_us) if way == ADAPTIVE else 0.0,
         }
         for way, speed in taken.items()
     ]
+
+
+def _median(values: Any) -> float:
+    return float(np.median(values))
 
 
 def _ways(most: int) -> Iterator[tuple[str, int, bool]]:
@@ -140,7 +138,8 @@ def _table(rows: list[dict[str, Any]], at_once: int) -> str:
     last = rows[-1]
     lines.append(
         f"adaptive is {last['ratio']:.2f}x {last['best_other']};"
-        f" the plugin takes {last['plugin_p50_us']:.0f} us a step (median)"
+        f" the plugin takes {last['plugin_p50_us']:.0f} us a step (median),"
+        f" the policy {last['policy_p50_us']:.0f}"
     )
     return "\n".join(lines)
 

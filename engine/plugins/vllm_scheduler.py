@@ -1,8 +1,4 @@
-"""vLLM's scheduler, steered: a subclass of whichever one vLLM would have used.
-
-Where something of ours goes wrong it says so once and stands aside for good: vLLM goes on drafting
-as it is configured.
-"""
+"""vLLM's scheduler, steered: a subclass of whichever one vLLM would have used."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import Any
 
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.plugins.adapter import Adapter
+from parlay.engine.plugins.hooks import extended, ours, reason
 from parlay.engine.plugins.settings import make_planner, read_settings
 from parlay.engine.plugins.vllm_ability import Ability, ability_of
 from parlay.engine.plugins.vllm_steering import Steering
@@ -21,20 +18,20 @@ from parlay.engine.sparing import SparingPlanner
 
 # A child of vLLM's own logger is shown wherever vLLM's lines are.
 log = logging.getLogger("vllm.parlay")
+_STOPS = "parlay stops steering this engine, which drafts as it is configured"
+_ours = functools.partial(ours, log, _STOPS)
 
 
 @functools.cache
 def steered(base: type) -> type:
     """Return a subclass of one of vLLM's scheduler classes that is steered."""
-    methods = {
-        "__init__": _init,
+    hooks = {
         "_update_after_schedule": _update_after_schedule,
         "update_draft_token_ids": _update_draft_token_ids,
         "update_from_output": _update_from_output,
         "shutdown": _shutdown,
     }
-    bound = {name: method(base) for name, method in methods.items()}
-    return type(f"Parlay{base.__name__}", (base,), {**bound, "parlay": None})
+    return extended(base, begin, hooks)
 
 
 def begin(scheduler: Any) -> Steering | None:
@@ -49,7 +46,7 @@ def begin(scheduler: Any) -> Steering | None:
             planner = SparingPlanner(planner.policy)
         steering = Steering(scheduler, ability, Adapter("vllm", limits, planner=planner))
     except Exception as error:
-        log.warning("parlay does not steer this engine: %s", _words(error))
+        log.warning("parlay does not steer this engine: %s", reason(error))
         return None
     by = f"the sidecar at {settings.sidecar}" if settings.sidecar else settings.policy
     log.info("parlay steers this engine: %s, decided by %s", words_of(ability), by)
@@ -66,32 +63,6 @@ def words_of(ability: Ability) -> str:
     return f"{arms}, up to {ability.k_max} tokens, {rows}, {way} scheduling"
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else repr(error)
-
-
-def _ours(scheduler: Any, do: Callable[[Steering], Any], otherwise: Any = None) -> Any:
-    """Do our part of a hook; what fails ends the steering and not the step."""
-    steering = scheduler.parlay
-    if steering is None:
-        return otherwise
-    try:
-        return do(steering)
-    except Exception:
-        log.exception("parlay stops steering this engine, which drafts as it is configured")
-        scheduler.parlay = None
-        steering.close()
-        return otherwise
-
-
-def _init(base: Any) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
-        self.parlay = begin(self)
-
-    return __init__
-
-
 def _update_after_schedule(base: Any) -> Callable[..., None]:
     def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
         _ours(self, lambda s: s.schedule(scheduler_output))
@@ -103,7 +74,7 @@ def _update_after_schedule(base: Any) -> Callable[..., None]:
 
 def _update_draft_token_ids(base: Any) -> Callable[..., None]:
     def update_draft_token_ids(self: Any, draft_token_ids: Any) -> None:
-        kept = _ours(self, lambda s: s.drafts(draft_token_ids), draft_token_ids)
+        kept = _ours(self, lambda s: s.drafts(draft_token_ids), lambda: draft_token_ids)
         base.update_draft_token_ids(self, kept)
 
     return update_draft_token_ids

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from parlay.engine.plugins.adapter import Adapter, Decision, StepResult
+from parlay.engine.plugins.step_clock import StepClock
 from parlay.engine.plugins.tracked import Standing
 from parlay.engine.plugins.vllm_ability import Ability
-from parlay.engine.plugins.vllm_clock import StepClock
 from parlay.engine.plugins.vllm_rows import Group, Rows
-from parlay.engine.plugins.vllm_step import Drafting, Seen, Step, load_of, prompt_tokens, truncated
+from parlay.engine.plugins.vllm_step import Drafting, Seen, Step, endings, load_of, prompt_tokens
 from parlay.engine.plugins.vllm_uniform import uniform
 from parlay.policies.allocate import fit_plan
-from parlay.policies.types import NGRAM, Array
+from parlay.policies.types import NGRAM
 
 _TIMES_KEPT = 4096
 
@@ -282,7 +282,7 @@ class Steering:
             verified=counts[1],
             accepted=counts[2],
             emitted=counts[3],
-            truncated_by=self._ended(drafting.group),
+            truncated_by=endings(sources),
             draft_ms=drafting.spent_ms(self.ability.column),
             draft_depth=drafting.depth,
             verify_ms=verify_ms,
@@ -293,9 +293,3 @@ class Steering:
         if self.ability.own_ngram:
             result.shadow = self.rows.score()
         self.adapter.observe(decision, result)
-
-    def _ended(self, group: Group) -> Array | None:
-        """Return what ended requests in this step, u8 [rows]; None where nothing did."""
-        if True not in [source.is_finished() for source in group.sources]:
-            return None
-        return np.array([truncated(source) for source in group.sources], np.uint8)

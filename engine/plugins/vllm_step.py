@@ -78,12 +78,16 @@ def prompt_tokens(out: Any) -> int:
     return sum(n for n, decoding in extra if n > decoding)
 
 
-def truncated(source: Any) -> int:
-    """Say what ended a request, in the words of StepOutcome."""
-    if not source.is_finished():
-        return 0
+def endings(sources: list[Any]) -> Array | None:
+    """Return what ended requests in this step, u8 [rows]; None where nothing did."""
+    if True not in [source.is_finished() for source in sources]:
+        return None
+    return np.array([_truncated(source) for source in sources], np.uint8)
+
+
+def _truncated(source: Any) -> Truncated:
     if source.status.name == "FINISHED_LENGTH_CAPPED":
-        return int(Truncated.LENGTH)
+        return Truncated.LENGTH
     if source.status.name != "FINISHED_STOPPED":
-        return 0
-    return int(Truncated.EOS if source.stop_reason is None else Truncated.STOP)
+        return Truncated.NONE
+    return Truncated.EOS if source.stop_reason is None else Truncated.STOP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from parlay.engine.plugins.fitting import draft_all
 from parlay.policies.types import BatchView, Fitted
 
 
@@ -17,7 +18,5 @@ def uniform(fit: Fitted, view: BatchView, column: int, lengths: tuple[int, ...] 
     k = int(np.floor(fit.k[may].sum() / max(int(may.sum()), 1) + 0.5))
     if lengths:
         k = max((n for n in lengths if n <= k), default=0)
-    fit.k = np.where(may, np.minimum(k, view.max_k), 0).astype(np.int32)
-    fit.proposer = np.where(fit.k > 0, column, 0).astype(np.uint8)
-    fit.verify_k = fit.k.copy()
+    draft_all(fit, np.where(may, np.minimum(k, view.max_k), 0).astype(np.int32), column)
     return fit

@@ -8,7 +8,7 @@ of theirs, and whether a place is guessed depends on no draw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from parlay.engine.backend import Batch
 from parlay.engine.branches import Branch
 from parlay.engine.medusa_heads import Heads
-from parlay.engine.proposers.draft_model import estimate, keeps_drafting
+from parlay.engine.proposers.draft_model import estimate, keeps_drafting, likeliest
 from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
@@ -45,11 +45,14 @@ class HeadsRun:
             for i in np.flatnonzero(seen & (self.count > 0))
         }
 
-    def only(self, rows: Array, kept: Array) -> HeadsRun:
-        """Return the run of batch rows rows[kept], bool."""
-        mine = set(rows[kept].tolist())
-        branches = {row: found for row, found in self.branches.items() if row in mine}
-        return HeadsRun(self.count[kept], self.tokens[kept], self.confidences[kept], branches)
+    def only(self, rows: Array) -> HeadsRun:
+        """Return the run of some rows, bool; branches are everybody's."""
+        return replace(
+            self,
+            count=self.count[rows],
+            tokens=self.tokens[rows],
+            confidences=self.confidences[rows],
+        )
 
 
 class MedusaProposer:
@@ -102,17 +105,14 @@ class MedusaProposer:
         return HeadsRun(count, guess, confidence, siblings.branches)
 
     def _begin(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        states, roots = self._states(batch, requests)
-        return self.heads.begin(states), roots
-
-    def _states(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        """Return each request's states of its last computed position, and its last token."""
+        """Return what the heads begin with for each request, and its last token."""
         known = [r.computed for r in requests]
         tables = [batch.target.tables[r.request_id] for r in requests]
         spans = Spans(tables, known, [1] * len(requests))
         device = self.heads.ids.device
-        states = self.target.states_before(spans, known, self.heads.state_layers)
-        return states.to(device), torch.tensor([r.tokens[-1] for r in requests], device=device)
+        states = self.target.states_before(spans, known, self.heads.state_layers).to(device)
+        roots = torch.tensor([r.tokens[-1] for r in requests], device=device)
+        return self.heads.begin(states), roots
 
     def _choose(
         self, logits: Tensor, requests: Sequence[Request], place: int
@@ -123,15 +123,15 @@ class MedusaProposer:
         heads' law.
         """
         p = torch.softmax(logits.float(), -1)
-        peak, best = p.max(-1)
-        choice: Array = best.cpu().numpy()
+        choice, peak = likeliest(p)
         drawn = [i for i, r in enumerate(requests) if r.sampling.mode is SampleMode.COUPLED]
-        if drawn:
-            q = probabilities(logits[drawn], [requests[i].sampling for i in drawn])
-            keys = [self._key(requests[i], place) for i in drawn]
-            choice[drawn] = race(q, keys, self.heads.ids).cpu().numpy()
+        if not drawn:
+            return choice, peak, peak
+        q = probabilities(logits[drawn], [requests[i].sampling for i in drawn])
+        keys = [self._key(requests[i], place) for i in drawn]
+        choice[drawn] = race(q, keys, self.heads.ids).cpu().numpy()
         own = p[torch.arange(len(requests)), torch.from_numpy(choice).to(p.device)]
-        return choice, peak.cpu().numpy(), own.cpu().numpy()
+        return choice, peak, own.cpu().numpy()
 
     def _key(self, request: Request, place: int) -> int:
         """Return the key of the target's own draw at a place."""

@@ -77,10 +77,6 @@ class NgramIndex:
         suffix = max(self._link[self._last], 0)
         return self.continuations_of(suffix, self.match_tokens, k, width, here=1)
 
-    def find(self, tail: Sequence[int]) -> tuple[int, int]:
-        """Return (state, length) of the longest suffix of `tail` that occurs; O(tail)."""
-        return self.follow(0, 0, tail, len(tail))
-
     def follow(self, state: int, length: int, tokens: Sequence[int], most: int) -> tuple[int, int]:
         """Return (state, length) of the longest suffix, up to `most`, of a text that goes on.
 

@@ -39,11 +39,6 @@ class SharedCorpus:
             self._given.extend(text)
             self._given.extend([_END])
 
-    @property
-    def held_tokens(self) -> int:
-        """Return how many tokens are held; each text takes one more than it has."""
-        return sum(len(part.tokens) for part in (self._newer, self._older, self._given))
-
     def add(self, text: Sequence[int]) -> None:
         """Take a text in, of one that is too long its end."""
         if not self._half:
@@ -58,12 +53,6 @@ class SharedCorpus:
     def parts(self) -> tuple[NgramIndex, NgramIndex, NgramIndex]:
         """Return the automata, the newest texts' first."""
         return self._newer, self._older, self._given
-
-    def continuations(self, text: Sequence[int], k: int, width: int) -> list[Continuation]:
-        """Return `CorpusReader.continuations` of a text that is read anew."""
-        reader = CorpusReader(self)
-        reader.read(text)
-        return reader.continuations(k, width)
 
 
 class CorpusReader:

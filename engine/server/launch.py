@@ -6,25 +6,21 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parlay.engine.corpus import proposer_from, read_texts
-from parlay.engine.generate import Placement
-from parlay.engine.llm import draft_window_tokens, load_backend
+from parlay.engine.generate import Placement, open_engine
+from parlay.engine.llm import draft_window_tokens
 from parlay.engine.model_config import load_config
-from parlay.engine.planner import Planner
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.server.app import Service
 from parlay.engine.server.meter import Meter
 from parlay.engine.server.worker import Worker
-from parlay.engine.sparing import SparingPlanner
 from parlay.engine.stats_hub import StatsHub
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.weights import DEFAULT_MODEL, default_model_dir
-from parlay.policies.policy import make_policy
 
 MAX_WAITING = 256
 """Requests that may wait beyond those that run; more are told to come again."""
@@ -59,26 +55,20 @@ def open_service(
     Raises ValueError in one line where the model, the policy, a setting or a file cannot be used.
     """
     folder = default_model_dir() if model.folder is None else model.folder
-    config = _config(model, load_config(folder).context)
-    texts = read_texts(model.corpus)
-    backend, tokenizer = load_backend(
+    with open_engine(
         model.folder,
-        model.draft,
-        config=config,
+        policy,
+        settings,
+        sidecar,
+        model.runs,
+        model.corpus,
+        engine_id,
+        draft=model.draft,
         medusa=model.medusa,
-        **asdict(model.runs),
-    )
-    if texts:
-        backend.ngram = proposer_from(texts, tokenizer)
-    planner: Planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
-    if sidecar is not None:
-        from parlay.engine.remote import EngineInfo, RemotePlanner
-
-        planner = RemotePlanner(sidecar, EngineInfo(engine_id, backend.limits()), planner)
-    with closing(planner):
-        engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
+        config=_config(model, load_config(folder).context),
+    ) as (engine, tokenizer):
         says = policy if sidecar is None else f"sidecar {sidecar}"
-        yield make_service(engine, tokenizer, model.name, says, backend.target.config.vocab)
+        yield make_service(engine, tokenizer, model.name, says, engine.config.vocab_tokens)
 
 
 @contextmanager

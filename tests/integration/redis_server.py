@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, cast
 
 import redis
@@ -103,46 +102,3 @@ def running(folder: Path, *options: str, sentinel: bool = False) -> Iterator[Red
         yield server
     finally:
         server.stop()
-
-
-class SlowLine:
-    """A port that leads to another one; what comes back is `delay_s` late."""
-
-    def __init__(self, port: int, delay_s: float) -> None:
-        self.delay_s = delay_s
-        self._to = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(("127.0.0.1", self._to), 5.0)
-            except OSError:
-                near.close()
-                continue
-            Thread(target=self._pass, args=(near, far, False), daemon=True).start()
-            Thread(target=self._pass, args=(far, near, True), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, late: bool) -> None:
-        source.settimeout(None)
-        try:
-            while data := source.recv(1 << 16):
-                if late:
-                    time.sleep(self.delay_s)
-                sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            source.close()
-            sink.close()
-
-    def close(self) -> None:
-        # Closing alone does not wake the thread that accepts.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -27,12 +26,6 @@ from parlay.policies.doctor import GROUP, Asked, Finding, Verdict, examine
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 WAIT_S = 30.0
 TOKEN, ADMIN_TOKEN = "engine-0123456789abcdef", "admin-0123456789abcdef"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
 
 
 def config(folder: Path, **values: str) -> Path:

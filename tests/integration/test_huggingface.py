@@ -521,13 +521,13 @@ def test_a_policy_that_breaks_changes_no_text(pair: tuple[Any, Any]) -> None:
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    from tests.sidecars import FIXED, Sidecar
+    from tests.sidecars import FIXED, running
 
-    with tempfile.TemporaryDirectory(prefix="parlay-") as folder:
-        running = Sidecar(f"unix:{Path(folder, 'sidecar.sock')}", *FIXED)
-        yield running
-        running.thaw()
-        running.kill()
+    with (
+        tempfile.TemporaryDirectory(prefix="parlay-") as folder,
+        running(f"unix:{folder}/sidecar.sock", *FIXED) as sidecar,
+    ):
+        yield sidecar
 
 
 @pytest.mark.slow

@@ -69,9 +69,7 @@ def test_it_decides_and_ends_with_its_own_dependencies_alone(tmp_path: Path) -> 
         assert "serving on" in process.stdout.readline()
         steer(address, 20)
         with grpc.insecure_channel(f"unix:{tmp_path}/a.sock") as channel:
-            listed: Callable[..., bytes] = channel.unary_unary(
-                "/parlay.v1.AdminService/ListPolicies"
-            )
+            listed: Callable[..., bytes] = channel.unary_unary(LIST)
             assert b"pilot" in listed(b"", timeout=WAIT_S)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=WAIT_S)

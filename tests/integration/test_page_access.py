@@ -9,16 +9,16 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from tests.certificates import authority, signed
+from tests.integration.test_security import token_file, until
 from tests.integration.test_web import browse, needs_browser, steer
+from tests.sidecars import Sidecar, running
 
 from parlay.controller import doctor
 from parlay.controller.fetch import fetch
@@ -29,59 +29,29 @@ START_S = 20.0
 TOKEN, NEW_TOKEN = "reader-0123456789abcdef", "reader-fedcba9876543210"
 
 
-@dataclass
-class Served:
-    """A sidecar's page, at this host's address; said: what its process wrote to stderr."""
-
-    url: str
-    process: subprocess.Popen[str]
-    said: str = ""
+@pytest.fixture
+def readers(tmp_path: Path) -> Path:
+    """The file of who may read."""
+    return token_file(tmp_path, "readers", f"anna {TOKEN}")
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Served]:
-    """Run a sidecar with a page that other hosts reach; `said` is whole after the block."""
-    command = [sys.executable, "-m", "parlay.controller", "--listen", f"unix:{folder}/s.sock"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--http", "0.0.0.0:0", *options], stdout=pipe, stderr=pipe, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            lines = [process.stdout.readline(), process.stdout.readline()]
-            (url,) = (line.split()[-1] for line in lines if "page on" in line)
-            served = Served(url.replace("0.0.0.0", "127.0.0.1"), process)
-            yield served
-        finally:
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=START_S)
-        served.said = errors
+def serving(folder: Path, *options: str) -> Iterator[Sidecar]:
+    """Run a sidecar with a page that other hosts reach, at the address that this one knows."""
+    with running(f"unix:{folder}/s.sock", "--http", "0.0.0.0:0", *options) as sidecar:
+        sidecar.page = sidecar.page.replace("0.0.0.0", "127.0.0.1")
+        yield sidecar
 
 
-def token_file(folder: Path, token: str, name: str = "readers") -> Path:
-    file = folder / name
-    file.write_text(f"anna {token}\n")
-    file.chmod(0o600)
-    return file
-
-
-def status(url: str, token: str = "", trusted: ssl.SSLContext | None = None) -> int:
+def status(url: str, token: str = "") -> int:
     headers = {"authorization": f"Bearer {token}"} if token else {}
+    asked = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=START_S, context=trusted
-        ) as answer:
+        with urllib.request.urlopen(asked, timeout=START_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def run(*command: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -101,12 +71,11 @@ def test_without_a_token_other_hosts_may_not_reach_it(tmp_path: Path) -> None:
 
 
 def test_commands_and_probes_show_a_token_and_follow_a_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, readers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readers = token_file(tmp_path, TOKEN)
     config = tmp_path / "parlay.toml"
     with serving(tmp_path, "--http-tokens", str(readers)) as served:
-        url = served.url
+        url = served.page
         steer(f"unix:{tmp_path}/s.sock", 3)
         assert [status(f"{url}{path}") for path in ("/", "/metrics", "/health")] == [401, 401, 200]
         assert [status(f"{url}{path}", TOKEN) for path in ("/", "/metrics")] == [200, 200]
@@ -125,33 +94,34 @@ def test_commands_and_probes_show_a_token_and_follow_a_new_one(
             monkeypatch.setenv("PARLAY_HTTP_TOKEN_FILE", shown)
             found = {one.what: one for one in doctor.checks(Asked(config))}["http"]
             assert (found.verdict, words in found.text) == (Verdict.OK, True), found
-        token_file(tmp_path, NEW_TOKEN)
-        served.process.send_signal(signal.SIGHUP)
+        token_file(tmp_path, "readers", f"anna {NEW_TOKEN}")
+        served.send(signal.SIGHUP)
         until(lambda: status(url, NEW_TOKEN) == 200)
         assert fetch(url, "/overview.json")["engines"]
         assert status(url, TOKEN) == 401
-    assert "tokens travel as plain text" in served.said
-    assert TOKEN not in served.said
-    assert NEW_TOKEN not in served.said
+    said = "".join(served.errors)
+    assert "tokens travel as plain text" in said
+    assert TOKEN not in said
+    assert NEW_TOKEN not in said
 
 
 def test_a_token_is_not_sent_to_another_host_as_plain_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    readers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PARLAY_HTTP_TOKEN_FILE", str(token_file(tmp_path, TOKEN)))
+    monkeypatch.setenv("PARLAY_HTTP_TOKEN_FILE", str(readers))
     with pytest.raises(ValueError, match="would travel as plain text"):
         fetch("http://10.0.0.1:9090", "/overview.json")
 
 
 def test_the_page_is_served_with_the_sidecars_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, readers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ca = authority(tmp_path)
     cert, key = signed(tmp_path, ca, "server")
-    monkeypatch.setenv("PARLAY_HTTP_TOKEN_FILE", str(token_file(tmp_path, TOKEN)))
-    options = ("--http-tokens", str(tmp_path / "readers"), "--tls-cert", str(cert))
+    monkeypatch.setenv("PARLAY_HTTP_TOKEN_FILE", str(readers))
+    options = ("--http-tokens", str(readers), "--tls-cert", str(cert))
     with serving(tmp_path, *options, "--tls-key", str(key)) as served:
-        url = served.url
+        url = served.page
         assert url.startswith("https://127.0.0.1:")
         with pytest.raises(OSError, match="no sidecar answers"):
             fetch(url, "/overview.json")
@@ -160,7 +130,7 @@ def test_the_page_is_served_with_the_sidecars_certificate(
         assert fetch(url, "/health", any_name=True)["status"] == "ok"
         with pytest.raises(OSError, match="no sidecar answers"):
             fetch(url.replace("https", "http"), "/health")
-    assert "plain text" not in served.said
+    assert "plain text" not in "".join(served.errors)
 
 
 def test_a_replaced_certificate_is_shown_to_new_connections(tmp_path: Path) -> None:
@@ -195,10 +165,9 @@ def shown_by(server: ssl.SSLContext, ca: Path) -> bytes:
 
 @needs_browser
 @pytest.mark.slow
-def test_a_browser_is_let_in_with_the_password_alone(tmp_path: Path) -> None:
-    readers = token_file(tmp_path, TOKEN)
+def test_a_browser_is_let_in_with_the_password_alone(tmp_path: Path, readers: Path) -> None:
     with serving(tmp_path, "--http-tokens", str(readers)) as served:
-        url = served.url
+        url = served.page
         steer(f"unix:{tmp_path}/s.sock", 40)
         shut = browse(url, tmp_path / "a", "--dump-dom")
         assert "engine-7" not in shut

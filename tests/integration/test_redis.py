@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.integration.redis_server import BINARY, RedisServer, SlowLine, running
+from tests.faulty_line import FaultyLine
+from tests.integration.redis_server import BINARY, RedisServer, running
 
 from parlay.controller.host import Host
 from parlay.controller.session import Session
@@ -329,7 +330,8 @@ def _work(replica: Replica, seconds: float) -> None:
 
 @pytest.mark.parametrize("fault", ["killed", "hung", "flushed", "slow"])
 def test_decisions_go_on_and_learning_is_merged_again(server: RedisServer, fault: str) -> None:
-    line = SlowLine(server.port, 0.01)
+    line = FaultyLine(server.port)
+    line.delay_s = 0.005
     url = f"redis://127.0.0.1:{line.port}"
     one, two = Replica(url, 1), Replica(url, 2)
     with closing(line), replicas(one, two):
@@ -344,7 +346,7 @@ def test_decisions_go_on_and_learning_is_merged_again(server: RedisServer, fault
         elif fault == "flushed":
             server.client().flushall()
         else:
-            line.delay_s = 0.5
+            line.delay_s = 0.25
         for replica in (one, two):
             _work(replica, 1.5)
         if fault != "flushed":
@@ -358,7 +360,7 @@ def test_decisions_go_on_and_learning_is_merged_again(server: RedisServer, fault
             server.restart()
         elif fault == "hung":
             server.send(signal.SIGCONT)
-        line.delay_s = 0.01
+        line.delay_s = 0.005
         before = [r.sharing.counts.exchanges for r in (one, two)]
         took_s = wait_for(
             lambda: (

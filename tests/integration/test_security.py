@@ -64,12 +64,6 @@ def pki() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
-
-
 def token_file(folder: Path, name: str, *lines: str) -> Path:
     path = folder / name
     path.write_text("\n".join(("# tokens", *lines)) + "\n")
@@ -209,6 +203,8 @@ def test_every_method_asks_for_a_token_of_its_own_scope(
     engines = Tokens(token_file(folder, "engines", f"replicas {ENGINE}"))
     people = Tokens(token_file(folder, "people", f"alice {ADMIN}"))
     doors = Door(tokens=engines, others=people), Door(tokens=people, others=engines)
+    assert len(POLICY) >= 5
+    assert len(PEOPLE) == 9
     nobody = Credentials()
     with serving(folder, *doors) as served:
         for found, target, right, wrong in (

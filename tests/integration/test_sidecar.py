@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.sidecars import Sidecar, running
 
 from parlay.engine import remote
 from parlay.engine.outbox import QUEUE_REPORTS
@@ -31,46 +31,14 @@ from parlay.protos import codec
 from parlay.v1 import policy_pb2, policy_pb2_grpc
 
 WAIT_S = 30.0
-
-
-class Sidecar:
-    """A `parlay serve` process; stopped by its own id only."""
-
-    def __init__(self, target: str, policy: str = "none") -> None:
-        command = [sys.executable, "-m", "parlay.controller", "--listen", target]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [*command, "--policy", policy], stdout=pipe, stderr=pipe, text=True
-        )
-        assert self.process.stdout is not None
-        self.ready = self.process.stdout.readline()
-        assert "serving on" in self.ready, self.stop()
-        self.target = self.ready.split()[3]
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
-        """Return the exit status and what it wrote to stderr."""
-        self.process.send_signal(signal.SIGCONT)
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, errors
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
+NONE = ("--policy", "none")
 
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[Sidecar]:
-    running = Sidecar("127.0.0.1:0", "goodput")
-    yield running
-    status, errors = running.stop()
-    assert status == 0
-    assert "Traceback" not in errors
+    with running("127.0.0.1:0", "--policy", "goodput") as found:
+        yield found
+        assert found.stop() == 0
 
 
 @contextlib.contextmanager
@@ -301,50 +269,49 @@ def test_an_error_nobody_thought_of_ends_a_call_and_no_more(
 
 
 def test_a_killed_sidecar_is_replaced_at_the_same_address(folder: Path) -> None:
-    target = f"unix:{folder}/sidecar.sock"
-    first = Sidecar(target)
-    with engine(target) as (planner, history):
-        step_until(planner, history, PlanSource.REMOTE)
-        assert first.stop(signal.SIGKILL)[0] == -signal.SIGKILL
-        assert Path(folder, "sidecar.sock").exists()
-        step_until(planner, history, PlanSource.LOCAL)
-        second = Sidecar(target)
-        step_until(planner, history, PlanSource.REMOTE)
-        assert planner.stats.reconnects == 1
-    assert second.stop()[0] == 0
+    with running(f"unix:{folder}/sidecar.sock", *NONE) as found:
+        with engine(found.target) as (planner, history):
+            step_until(planner, history, PlanSource.REMOTE)
+            assert found.stop(signal.SIGKILL) == -signal.SIGKILL
+            assert Path(folder, "sidecar.sock").exists()
+            step_until(planner, history, PlanSource.LOCAL)
+            found.start()
+            step_until(planner, history, PlanSource.REMOTE)
+            assert planner.stats.reconnects == 1
+        assert found.stop() == 0
     assert not Path(folder, "sidecar.sock").exists()
 
 
 def test_a_frozen_sidecar_is_left_alone_until_it_thaws(folder: Path) -> None:
-    running = Sidecar(f"unix:{folder}/sidecar.sock")
-    with engine(running.target) as (planner, history):
-        step_until(planner, history, PlanSource.REMOTE)
-        running.send(signal.SIGSTOP)
-        step_until(planner, history, PlanSource.LOCAL)
-        wait_for(lambda: step(planner, history) is PlanSource.LOCAL and not planner.connected)
-        running.send(signal.SIGCONT)
-        step_until(planner, history, PlanSource.REMOTE)
-    assert running.stop()[0] == 0
+    with running(f"unix:{folder}/sidecar.sock", *NONE) as found:
+        with engine(found.target) as (planner, history):
+            step_until(planner, history, PlanSource.REMOTE)
+            found.freeze()
+            step_until(planner, history, PlanSource.LOCAL)
+            wait_for(lambda: step(planner, history) is PlanSource.LOCAL and not planner.connected)
+            found.thaw()
+            step_until(planner, history, PlanSource.REMOTE)
+        assert found.stop() == 0
 
 
 def test_a_sidecar_that_is_told_to_end_drains(folder: Path) -> None:
-    running = Sidecar(f"unix:{folder}/sidecar.sock")
-    with engine(running.target) as (planner, history):
-        step_until(planner, history, PlanSource.REMOTE)
-        running.send(signal.SIGTERM)
-        step_until(planner, history, PlanSource.LOCAL)
-        _, errors = running.process.communicate(timeout=WAIT_S)
-    assert running.process.returncode == 0
-    assert errors == ""
+    with running(f"unix:{folder}/sidecar.sock", *NONE) as found:
+        with engine(found.target) as (planner, history):
+            step_until(planner, history, PlanSource.REMOTE)
+            found.send(signal.SIGTERM)
+            step_until(planner, history, PlanSource.LOCAL)
+            found.process.wait(WAIT_S)
+        assert found.stop() == 0
+    assert found.errors == []
 
 
 def test_closing_while_frozen_ends(folder: Path) -> None:
-    running = Sidecar(f"unix:{folder}/sidecar.sock")
-    with engine(running.target) as (planner, history):
-        step_until(planner, history, PlanSource.REMOTE)
-        running.send(signal.SIGSTOP)
-        step(planner, history)
-    assert running.stop()[0] == 0
+    with running(f"unix:{folder}/sidecar.sock", *NONE) as found:
+        with engine(found.target) as (planner, history):
+            step_until(planner, history, PlanSource.REMOTE)
+            found.freeze()
+            step(planner, history)
+        assert found.stop() == 0
 
 
 # --- Bad arguments -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,40 +11,20 @@ from pathlib import Path
 import pytest
 from tests.integration.redis_server import BINARY, RedisServer
 from tests.integration.redis_server import running as redis_running
-from tests.load import RECOVERED_S, WAIT_S, Steered, known_outputs, steered, tiny_model
-from tests.sidecars import Sidecar, running
-
-from parlay.engine.models import Llama
+from tests.load import RECOVERED_S, WAIT_S, Steered, steered
+from tests.sidecars import running
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no redis-server binary: apt-get install it")
 
 
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def known(model: Llama) -> list[list[int]]:
-    return known_outputs(model)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
-
-
 @contextmanager
-def sharing(
-    model: Llama, known: list[list[int]], folder: Path, state: str
-) -> Iterator[tuple[Steered, Sidecar]]:
+def sharing(folder: Path, state: str) -> Iterator[Steered]:
     """Run an engine whose sidecar shares through `state`; it must be steered all along."""
     with (
         running(f"unix:{folder}/s.sock", "--policy", "goodput", "--state", state) as sidecar,
-        steered(model, sidecar.target, known) as load,
+        steered(sidecar.target) as load,
     ):
-        yield load, sidecar
+        yield load
         stats = load.planner.stats
         assert stats.endings.total() == 0
         assert stats.plans_remote > 8 * stats.plans_local
@@ -74,15 +53,13 @@ def shared(load: Steered, server: RedisServer, limit_s: float = WAIT_S) -> None:
         pytest.param("flushed", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_its_redis_at_fault(
-    model: Llama, known: list[list[int]], folder: Path, fault: str, seconds: float
-) -> None:
+def test_its_redis_at_fault(folder: Path, fault: str, seconds: float) -> None:
     harm: dict[str, Callable[[RedisServer], object]] = {
         "killed": lambda server: server.kill(),
         "hung": lambda server: server.send(signal.SIGSTOP),
         "flushed": lambda server: server.client().flushall(),
     }
-    with redis_running(folder) as server, sharing(model, known, folder, server.url) as (load, _):
+    with redis_running(folder) as server, sharing(folder, server.url) as load:
         shared(load, server)
         harm[fault](server)
         remote, local = load.run(seconds)
@@ -95,9 +72,7 @@ def test_its_redis_at_fault(
 
 
 @pytest.mark.slow
-def test_its_redis_replaced_by_a_replica(
-    model: Llama, known: list[list[int]], folder: Path
-) -> None:
+def test_its_redis_replaced_by_a_replica(folder: Path) -> None:
     with (
         redis_running(folder) as first,
         redis_running(folder, f"replicaof 127.0.0.1 {first.port}") as heir,
@@ -115,7 +90,7 @@ def test_its_redis_replaced_by_a_replica(
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
         state = f"redis+sentinel://127.0.0.1:{sentinel.port}/shared/0"
-        with sharing(model, known, folder, state) as (load, _):
+        with sharing(folder, state) as load:
             shared(load, first)
             first.kill()
 

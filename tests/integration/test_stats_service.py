@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,12 +38,6 @@ Stub: Any = stats_pb2_grpc.StatsServiceStub
 Health: Any = health_pb2_grpc.HealthStub
 NEVER = Task({Proposer.NGRAM: (0.0,)})
 SOME = Task({Proposer.NGRAM: (0.7,)})
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
 
 
 class Served:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.integration.test_security import ended, engine, serving, until
+from tests.sidecars import running
 
 from parlay.controller.access import Door
 from parlay.controller.tracing import FLUSH_S, Tracing
@@ -121,19 +118,10 @@ def test_streams_and_probes_make_none(tmp_path: Path, tracing: Tracing, kept: An
 
 def test_a_collector_that_is_away_keeps_no_process(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    command = [sys.executable, "-m", "parlay.controller", "--listen", f"unix:{tmp_path}/s.sock"]
-    environ = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--otel"], stdout=pipe, stderr=pipe, text=True, env=environ
-    ) as process:
-        assert process.stdout is not None
-        assert "serving on" in process.stdout.readline()
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    with running(f"unix:{tmp_path}/s.sock", "--otel", environ=environ) as sidecar:
         ask = codec.encode_decide(codec.Hello("e", LIMITS), History(4).view())
-        call(f"unix:{tmp_path}/s.sock", f"{POLICY}/Decide", ask)
-        process.send_signal(signal.SIGTERM)
+        call(sidecar.target, f"{POLICY}/Decide", ask)
         began_s = time.monotonic()
-        _, errors = process.communicate(timeout=WAIT_S)
+        assert sidecar.stop() == 0
         assert time.monotonic() - began_s < FLUSH_S + 5.0
-        assert process.returncode == 0
-    assert "Traceback" not in errors

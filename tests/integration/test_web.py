@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.sidecars import running
 from tests.watching import TaggedHistory
 
 from parlay.policies.synthetic import LIMITS
@@ -31,20 +31,9 @@ PLOTS = ["plot-acceptance", "plot-gain", "plot-k", "plot-load", "plot-rate", "pl
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A sidecar that has steered an engine for some steps; yields the page's URL."""
     address = f"unix:{tmp_path_factory.mktemp('page') / 's.sock'}"
-    command = [sys.executable, "-m", "parlay.controller", "--listen", address]
-    process = subprocess.Popen(
-        [*command, "--http", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        lines = [process.stdout.readline(), process.stdout.readline()]
-        (url,) = (line.split()[-1] for line in lines if "page on" in line)
+    with running(address, "--http", "127.0.0.1:0") as sidecar:
         steer(address, 150)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=START_S)
-        process.stdout.close()
+        yield sidecar.page
 
 
 def steer(address: str, steps: int) -> None:

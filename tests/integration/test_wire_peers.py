@@ -6,7 +6,6 @@ import ast
 import contextlib
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.sidecars import Sidecar, running
+from tests.wire_corpus import wrapped
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
@@ -27,12 +27,6 @@ from parlay.v1 import policy_pb2 as typed
 
 WAIT_S = 30.0
 EXAMPLE = Path(__file__).parents[2] / "protos" / "example_client.py"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="parlay-") as name:
-        yield Path(name)
 
 
 @pytest.fixture(scope="module")
@@ -103,35 +97,21 @@ def test_an_engine_of_another_protocol_is_told_what_is_spoken_here(
     )
 
 
-def _field(number: int, data: bytes) -> bytes:
-    """Return an encoded field of a later release."""
-    key = number << 3 | 2
-    head = bytes([key & 127 | 128, key >> 7]) if key > 127 else bytes([key])
-    assert len(data) < 128
-    return head + bytes([len(data)]) + data
-
-
 def test_a_newer_engine_of_the_same_protocol_is_served(sidecar: Sidecar) -> None:
     view = History(2).view()
-    later = _field(100, b"later") + _field(200, b"much later")
+    later = wrapped(100, b"later") + wrapped(200, b"much later")
     asked = typed.SteerRequest(hello=typed.Hello(protocol_version=1, engine_id="n", token_budget=9))
     hello = asked.hello.SerializeToString() + later
     report = codec.encode_request(codec.StepReport(None, view))
     message = typed.SteerRequest.FromString(report).step_report
-    body = message.view.SerializeToString() + _field(500, b"a column of later") + later
-    wrapped = _long(2, _long(2, body) + later) + later
+    body = message.view.SerializeToString() + wrapped(500, b"a column of later") + later
+    told = wrapped(2, wrapped(2, body) + later) + later
     bye = codec.encode_request(codec.Bye())
-    answers, code, details = ended(sidecar.target, _long(1, hello) + later, wrapped, bye)
+    answers, code, details = ended(sidecar.target, wrapped(1, hello) + later, told, bye)
     assert code is grpc.StatusCode.OK, details
     welcome, plan = answers
     assert isinstance(welcome, codec.Welcome)
     assert plan.request_id.tolist() == view.request_id.tolist()
-
-
-def _long(number: int, data: bytes) -> bytes:
-    size = len(data)
-    assert size < 2**14
-    return bytes([number << 3 | 2, size & 127 | 128, size >> 7]) + data
 
 
 @contextlib.contextmanager
@@ -187,13 +167,13 @@ def test_a_sidecar_of_another_protocol_is_left_alone_and_said(folder: Path) -> N
 
 
 def test_a_newer_sidecar_of_the_same_protocol_is_followed(folder: Path) -> None:
-    policy, later = make_policy("none", None, LIMITS), _field(100, b"later")
+    policy, later = make_policy("none", None, LIMITS), wrapped(100, b"later")
 
     def answer(request: codec.Request) -> list[bytes]:
         if isinstance(request, codec.Hello):
             welcome = codec.encode_response(codec.Welcome("later", False))
             # A kind of answer that is not known here, too.
-            return [welcome + later, _field(12, b"news")]
+            return [welcome + later, wrapped(12, b"news")]
         if isinstance(request, codec.StepReport) and request.view is not None:
             return [codec.encode_response(policy.decide(request.view)) + later]
         return []

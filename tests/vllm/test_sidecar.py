@@ -16,13 +16,13 @@ from parlay.policies.types import PlanSource
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    from tests.sidecars import FIXED, Sidecar
+    from tests.sidecars import FIXED, running
 
-    with tempfile.TemporaryDirectory(prefix="parlay-") as folder:
-        running = Sidecar(f"unix:{Path(folder, 'sidecar.sock')}", *FIXED)
-        yield running
-        running.thaw()
-        running.kill()
+    with (
+        tempfile.TemporaryDirectory(prefix="parlay-") as folder,
+        running(f"unix:{folder}/sidecar.sock", *FIXED) as sidecar,
+    ):
+        yield sidecar
 
 
 def test_faults_of_the_sidecar_change_no_answer(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.watching import Clock, run_steps
+from tests.watching import Clock, ask, run_steps
 
 from parlay.controller.host import Host
 from parlay.controller.metrics import Metrics
@@ -41,27 +39,6 @@ def page(tokens: Tokens) -> Page:
     assert host.watch is not None
     run_steps(host, "engine-0", 3)
     return Page(host.watch, Metrics(host.watch, lambda: host.policy), tokens)
-
-
-def ask(app: Any, path: str, *shown: str) -> tuple[int, dict[str, str], str]:
-    """Return status, headers and body of a GET with these Authorization headers."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(),
-        "headers": [(b"authorization", one.encode("latin-1")) for one in shown],
-        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
-        "server": ("testserver", 80), "client": ("203.0.113.9", 1),
-    }  # fmt: skip
-    asyncio.run(app(scope, receive, send))
-    headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
-    return sent[0]["status"], headers, b"".join(m.get("body", b"") for m in sent[1:]).decode()
 
 
 def test_nothing_is_shown_without_the_token(page: Page, caplog: pytest.LogCaptureFixture) -> None:

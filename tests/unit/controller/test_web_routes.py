@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
-from typing import Any
 
 import pytest
+from tests import watching
 from tests.watching import Clock, run_steps
 
 from parlay.controller.host import Host
+from parlay.controller.listener import bind
 from parlay.controller.metrics import Metrics
 from parlay.controller.observatory import Observatory
-from parlay.controller.web import FRESH_S, Page, bind
+from parlay.controller.web import FRESH_S, Page
 
 NASTY = "<script>alert('x')</script>"
 
@@ -29,24 +29,7 @@ def page() -> Page:
 
 
 def ask(page: Page, path: str, query: str = "") -> tuple[int, dict[str, str], str]:
-    """Return status, headers and body of a GET."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": [],
-        "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
-        "server": ("testserver", 80),
-    }  # fmt: skip
-    asyncio.run(page.app()(scope, receive, send))
-    headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
-    body = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], headers, body.decode()
+    return watching.ask(page.app(), path, query=query)
 
 
 def test_the_page_loads_only_what_the_sidecar_serves(page: Page) -> None:
@@ -124,7 +107,7 @@ def test_a_second_reader_gets_what_the_first_one_had(page: Page) -> None:
 @pytest.mark.parametrize("address", ["9090", "host", ":80", "127.0.0.1:http", "127.0.0.1:70000"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="write it as host:port"):
-        bind(address)
+        bind(address, "--http")
 
 
 def test_a_port_that_is_taken_is_said_to_be() -> None:
@@ -132,4 +115,4 @@ def test_a_port_that_is_taken_is_said_to_be() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(OSError, match="cannot listen on 127"):
-            bind(f"127.0.0.1:{taken.getsockname()[1]}")
+            bind(f"127.0.0.1:{taken.getsockname()[1]}", "--http")

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-from tests.unit.distill.test_pipeline import SIZES, data, model
-from tests.unit.distill.tiny_target import CONFIG, tiny_target, tiny_weights
+from tests.unit.distill.test_pipeline import SIZES, call, data, model
+from tests.unit.distill.tiny_target import CONFIG, LAYERS, tiny_answers, tiny_target, tiny_weights
 from torch.nn import functional as F
-from typer.testing import CliRunner, Result
 
 from parlay.engine.distill import medusa_train as training
 from parlay.engine.distill.examples import Example
-from parlay.engine.distill.generate import Decoder, Job, generate
 from parlay.engine.distill.llama import Body, Target
 from parlay.engine.distill.medusa_cli import distill_medusa
 from parlay.engine.distill.medusa_measure import WIDEST, figures_of, hits
@@ -35,7 +32,6 @@ from parlay.engine.medusa_format import OfTarget, load_heads, read_heads_card
 from parlay.engine.medusa_heads import RootedHeads
 
 __all__ = ["data", "model"]  # fixtures
-LAYERS = (1, 3)
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon")
 
 
@@ -46,12 +42,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    rng = torch.Generator().manual_seed(3)
-    prompts = torch.randint(2, 48, (120, 4), generator=rng).tolist()
-    jobs = [Job("t", prompt, 0.0, i) for i, prompt in enumerate(prompts)]
-    ended: list[Job] = []
-    generate(Decoder(CONFIG, tiny_weights(), 32, LAYERS), jobs, 16, ended.append)
-    return [Example("t", [*j.prompt, *j.out], 4, torch.cat(j.states)) for j in ended]
+    return tiny_answers()
 
 
 @pytest.fixture(autouse=True)
@@ -197,19 +188,13 @@ def test_hits_are_the_texts_tokens_and_figures_follow_from_them(
     assert len(hits(heads, target, Example("t", [1, 2, 3, 4], 2, torch.zeros(1, 2, 32)))) == 0
 
 
-def call(*arguments: object) -> Result:
-    app = typer.Typer()
-    app.command()(distill_medusa)
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 @needs_muon
 @pytest.mark.slow
 @pytest.mark.usefixtures("data")
 def test_from_a_target_to_measured_heads(model: Path, tmp_path: Path) -> None:
     out, figures = tmp_path / "heads.safetensors", tmp_path / "figures.json"
     common = ("--out", out, "--work", tmp_path / "work", "--model", model, "--json", figures)
-    result = call(*common, "--minutes", 0.02, "--prompts", 30)
+    result = call(distill_medusa, *common, "--minutes", 0.02, "--prompts", 30)
     assert result.exit_code == 0, result.output
     card = json.loads(figures.read_text(encoding="utf-8"))
     assert card == read_heads_card(out)
@@ -223,24 +208,6 @@ def test_from_a_target_to_measured_heads(model: Path, tmp_path: Path) -> None:
     embedding = tiny_weights(config=SIZES)["model.embed_tokens.weight"]
     heads = load_heads(out, OfTarget(SIZES, embedding, embedding))
     assert heads.state_layers == (1, 3)
-    again = call(*common, "--measure-only")
+    again = call(distill_medusa, *common, "--measure-only")
     assert again.exit_code == 0, again.output
     assert json.loads(figures.read_text(encoding="utf-8")) == card
-
-
-def test_what_is_missing_is_said_in_one_line(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def complaint(*arguments: object) -> str:
-        result = call("--work", tmp_path / "work", "--model", model, *arguments)
-        assert result.exit_code == 1
-        assert result.stderr.startswith("parlay distill medusa: ")
-        assert len(result.stderr.splitlines()) == 1
-        return result.stderr
-
-    monkeypatch.delenv("PARLAY_DATA", raising=False)
-    assert "--out" in complaint()
-    assert "above 0" in complaint("--out", tmp_path / "h", "--minutes", 0)
-    assert "PARLAY_DATA" in complaint("--measure-only")
-    monkeypatch.setenv("PARLAY_DATA", str(tmp_path))
-    assert "none.safetensors" in complaint("--measure-only", "--out", tmp_path / "none.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from parlay.engine.distill import pipeline
 from parlay.engine.distill.cli import distill_draft
 from parlay.engine.distill.held_out import HELD_OUT_SEED, held_out_prompts
+from parlay.engine.distill.medusa_cli import distill_medusa
 from parlay.engine.distill.prompts import training_prompts
 from parlay.engine.distill.talk import SHAPES, talk_prompts
 from parlay.engine.draft_format import load_draft, read_card, save_draft
@@ -70,9 +71,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def call(*arguments: object) -> Result:
+def call(command: Callable[..., None], *arguments: object) -> Result:
     app = typer.Typer()
-    app.command()(distill_draft)
+    app.command()(command)
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -82,7 +83,7 @@ def call(*arguments: object) -> Result:
 def test_from_a_target_to_a_measured_draft(model: Path, tmp_path: Path) -> None:
     out, figures = tmp_path / "draft.safetensors", tmp_path / "figures.json"
     common = ("--out", out, "--work", tmp_path / "work", "--model", model, "--json", figures)
-    result = call(*common, "--minutes", 0.02, "--prompts", 30)
+    result = call(distill_draft, *common, "--minutes", 0.02, "--prompts", 30)
     assert result.exit_code == 0, result.output
     card = json.loads(figures.read_text(encoding="utf-8"))
     assert card == read_card(out)
@@ -98,7 +99,7 @@ def test_from_a_target_to_a_measured_draft(model: Path, tmp_path: Path) -> None:
     assert (config.layers, config.vocab, config.state_layers) == (2, len(ids), (1, 3))
 
     def measured_again() -> object:
-        again = call(*common, "--measure-only")
+        again = call(distill_draft, *common, "--measure-only")
         assert again.exit_code == 0, again.output
         return json.loads(figures.read_text(encoding="utf-8"))["accepted"]
 
@@ -111,24 +112,29 @@ def test_from_a_target_to_a_measured_draft(model: Path, tmp_path: Path) -> None:
     assert measured_again() == without != card["accepted"]
 
 
-def complaint(result: Result) -> str:
-    assert result.exit_code == 1
-    assert result.stderr.startswith("parlay distill draft: ")
-    assert len(result.stderr.splitlines()) == 1
-    return result.stderr
-
-
+@pytest.mark.parametrize(
+    ("command", "what"), [(distill_draft, "draft"), (distill_medusa, "medusa")]
+)
 def test_what_is_missing_is_said_in_one_line(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., None],
+    what: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def complaint(*arguments: object) -> str:
+        result = call(command, "--work", tmp_path / "work", "--model", model, *arguments)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"parlay distill {what}: ")
+        assert len(result.stderr.splitlines()) == 1
+        return result.stderr
+
     monkeypatch.delenv("PARLAY_DATA", raising=False)
-    work = ("--work", tmp_path / "work", "--model", model)
-    assert "--out" in complaint(call(*work))
-    assert "above 0" in complaint(call(*work, "--out", tmp_path / "d", "--minutes", 0))
-    assert "PARLAY_DATA" in complaint(call(*work, "--measure-only"))
+    assert "--out" in complaint()
+    assert "above 0" in complaint("--out", tmp_path / "d", "--minutes", 0)
+    assert "PARLAY_DATA" in complaint("--measure-only")
     monkeypatch.setenv("PARLAY_DATA", str(tmp_path))
-    nowhere = tmp_path / "none.safetensors"
-    assert "none.safetensors" in complaint(call(*work, "--measure-only", "--out", nowhere))
+    assert "none.safetensors" in complaint("--measure-only", "--out", tmp_path / "none.safetensors")
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_never_twice() -> None:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.distill.tiny_target import CONFIG, tiny_target, tiny_weights
+from tests.unit.distill.tiny_target import tiny_answers, tiny_target
 from torch.nn import functional as F
 
 from parlay.engine.distill import train as training
 from parlay.engine.distill.examples import Example, windowed
-from parlay.engine.distill.generate import Decoder, Job, generate
 from parlay.engine.distill.llama import Target
 from parlay.engine.distill.student import ARGMAX_SHARE, distilled, frequent_ids, new_student
 from parlay.engine.distill.train import Optimizer, Progress, epoch, learn, rate_at, restore, train
@@ -24,13 +23,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    rng = torch.Generator().manual_seed(3)
-    jobs = [
-        Job("t", torch.randint(2, 48, (4,), generator=rng).tolist(), 0.0, i) for i in range(120)
-    ]
-    ended: list[Job] = []
-    generate(Decoder(CONFIG, tiny_weights(), 32, (1, 3)), jobs, 16, ended.append)
-    return [Example("t", [*j.prompt, *j.out], 4, torch.cat(j.states)) for j in ended]
+    return tiny_answers()
 
 
 def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:

@@ -34,7 +34,7 @@ def llama(dtype: torch.dtype, invariant: bool = True) -> Llama:
     config = dataclasses.replace(
         tiny_config(VOCAB, 2), hidden=96, ffn=160, heads=6, kv_heads=2, head_dim=16
     )
-    weights = tiny_weights(config, torch.Generator().manual_seed(3))
+    weights = tiny_weights(config.tensor_shapes(), torch.Generator().manual_seed(3))
     embedding = weights["model.embed_tokens.weight"]
     return Llama(config, weights, embedding, dtype, CPU, invariant)
 

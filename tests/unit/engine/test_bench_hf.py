@@ -9,7 +9,7 @@ import torch
 from tests.tiny_hf import tiny_pair
 
 from parlay.engine import bench_hf
-from parlay.engine.bench_hf import _scheduled, _waves
+from parlay.engine.bench_hf import SCHEDULES, _waves, scheduled
 
 PROMPTS = [[4, 5, 6, 7, 4, 5], [8, 9], [5, 6, 7]]
 LENGTHS = [7, 3, 5]
@@ -73,7 +73,7 @@ def test_speculation_is_timed_token_by_token(pair: tuple[Any, Any], mode: str) -
     extra = (
         {"prompt_lookup_num_tokens": 4}
         if mode == "lookup"
-        else {"assistant_model": _scheduled(draft, mode)}
+        else {"assistant_model": scheduled(draft, *SCHEDULES[mode])}
     )
     said = _waves(model, job(1, []), extra)
     assert said["tokens"] == LENGTHS

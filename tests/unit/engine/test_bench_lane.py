@@ -21,8 +21,7 @@ LOADS = [Load(c, [[1, 2, 3]] * c, [5] * c, ["chat"] * c) for c in (1, 4)]
 
 def at_speed(tokens_per_s: dict[int, float]) -> Decode:
     def decode(load: Load) -> Answer:
-        tokens = sum(load.lengths)
-        seconds = tokens / tokens_per_s[load.concurrency]
+        seconds = load.tokens / tokens_per_s[load.concurrency]
         return Answer(seconds, [Timing(0.1, seconds, n) for n in load.lengths])
 
     return decode

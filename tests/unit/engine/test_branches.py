@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from tests.tiny import CONFIG, AnyPlan, tiny_backend
 from tests.tiny_heads import headed_backend
-from tests.unit.engine.test_law import LENGTH, PROMPT, VOCAB, exact_joint, p_value
+from tests.unit.engine.test_law import LENGTH, VOCAB, counted, exact_joint, p_value
 from tests.unit.engine.test_tree_kernels import model_of
 
 from parlay.engine import branches
@@ -225,22 +225,10 @@ def test_the_adaptive_policy_adds_branches_and_changes_nothing(
     assert nodes > rows, "no branch was ever worth its price"
 
 
-def draw(config: EngineConfig, mix: tuple[Proposer, ...], params: list[SamplingParams]) -> Array:
-    backend = headed_backend(VOCAB, 11, config)
-    engine = Engine(backend, LocalPlanner(Priced(mix, 3)), config)
-    requests = [engine.add(PROMPT, p) for p in params]
-    while engine.has_work:
-        engine.step()
-    counts = np.zeros((VOCAB,) * LENGTH)
-    for request in requests:
-        counts[tuple(request.output)] += 1
-    return counts
-
-
 @pytest.mark.parametrize("mix", [(NGRAM,), (MEDUSA,), (NONE, NGRAM, DRAFT, MEDUSA)])
 def test_rejection_sampling_over_trees_has_the_exact_joint_law(mix: tuple[Proposer, ...]) -> None:
     params = SamplingParams(1.0, max_tokens=LENGTH)
-    counts = draw(WIDE, mix, [params] * 3000)
+    counts = counted(headed_backend(VOCAB, 11, WIDE), [params] * 3000, Priced(mix, 3))
     assert p_value(counts, exact_joint(params)) > 1e-3
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from parlay.engine import cli
 from parlay.engine.corpus import proposer_from, read_texts
 from parlay.engine.generate import Generated, Placement, generate, open_engine
 from parlay.engine.request import Request, SamplingParams
+from parlay.engine.server import cli as server_cli
 from parlay.engine.server.launch import Model, open_service
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import Tokenizer
@@ -131,20 +131,26 @@ def test_what_is_no_text_is_named(data: bytes | str | None, says: str, tmp_path:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"), [(cli.generate, ["hello"]), (server_cli.engine, ["--port", "0"])]
+)
 def test_commands_say_so_before_they_load_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., None],
+    words: list[str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    @contextmanager
-    def loaded(*_: object, **__: object) -> Any:
+    def loaded(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded first")
-        yield
 
     monkeypatch.setattr("parlay.engine.llm.load_backend", loaded)
     app = typer.Typer()
-    app.command()(cli.generate)
-    words = ["hello", "--corpus", str(tmp_path / "here"), "--corpus", str(tmp_path / "none")]
+    app.command()(command)
     (tmp_path / "here").write_text("a text", encoding="utf-8")
-    done = CliRunner().invoke(app, words)
+    corpus = [f"--corpus={tmp_path / name}" for name in ("here", "none")]
+    done = CliRunner().invoke(app, [*words, "--model", str(folder), *corpus])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"parlay generate: --corpus {tmp_path / 'none'} cannot be read")
+    said = f"parlay {command.__name__}: --corpus {tmp_path / 'none'} cannot be read"
+    assert line.startswith(said)

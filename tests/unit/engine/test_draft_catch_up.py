@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONFIG, AnyPlan, tiny_backend
+from tests.tiny import CONFIG, AnyPlan, step, tiny_backend
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.proposers.draft_model import STEADY_TOKENS
@@ -19,7 +19,7 @@ from parlay.engine.scheduler import EngineConfig
 from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.policies.policy import Stateless
-from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopKind, StopRule
+from parlay.policies.types import BatchView, Plan, Proposer, StopKind, StopRule
 
 DRAFT = Proposer.DRAFT_MODEL
 VOCAB = 40
@@ -62,13 +62,6 @@ def engine_of(
     assert backend.draft is not None
     engine = Engine(backend, LocalPlanner(policy), config)  # type: ignore[arg-type]
     return engine, Fed(backend.draft.runner)
-
-
-def step(engine: Engine) -> StepOutcome:
-    outcome = engine.step()
-    assert outcome is not None
-    engine.scheduler.draft.check()
-    return outcome
 
 
 def prompt(i: int, tokens: int) -> list[int]:

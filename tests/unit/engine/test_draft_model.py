@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONFIG, AnyPlan, tiny_backend
+from tests.tiny import CONFIG, AnyPlan, step, tiny_backend
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams
@@ -52,10 +52,7 @@ def outcomes(
         engine.add([1 + i, 5, 9, 2], SamplingParams(max_tokens=tokens))
     found = []
     while engine.has_work:
-        outcome = engine.step()
-        assert outcome is not None
-        engine.scheduler.draft.check()
-        found.append(outcome)
+        found.append(step(engine))
     return found
 
 
@@ -119,13 +116,6 @@ def test_each_token_is_read_beside_the_states_of_the_one_before() -> None:
     assert checked > 15
     assert sum(r.preemptions for r in requests) > 0
     assert sum(r.accepted for r in requests) > 0
-
-
-def step(engine: Engine) -> StepOutcome:
-    outcome = engine.step()
-    assert outcome is not None
-    engine.scheduler.draft.check()
-    return outcome
 
 
 def peak_after(backend: TorchBackend, ids: list[int]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONFIG, AnyPlan, tiny_backend
+from tests.tiny import CONFIG, AnyPlan, step, tiny_backend
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import Request, SamplingParams
@@ -55,13 +55,6 @@ def plan_of(*proposers: Proposer, k: int = 3, shadow: bool = True) -> Watching:
 def engine_of(policy: Stateless, **options: Any) -> Engine:
     backend = tiny_backend(VOCAB, **options)
     return Engine(backend, LocalPlanner(policy), CONFIG)  # type: ignore[arg-type]
-
-
-def step(engine: Engine) -> StepOutcome:
-    outcome = engine.step()
-    assert outcome is not None
-    engine.scheduler.draft.check()
-    return outcome
 
 
 def drafts_in(outcome: StepOutcome) -> list[tuple[int, float, int, int]]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from tests.tiny import CONFIG, AnyPlan
+from tests.tiny import CONFIG, AnyPlan, step
 from tests.tiny_heads import HEADS, headed_backend
 from tests.unit.engine.test_law import logits_after
 
 from parlay.engine import shadow as scoring
+from parlay.engine.backend import Drafts
 from parlay.engine.branches import Branch
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.proposers.medusa import HeadsRun
@@ -18,7 +19,7 @@ from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.sampling import probabilities
 from parlay.engine.shadow import HEADS_STEPS
 from parlay.engine.step import Engine
-from parlay.engine.torch_backend import TorchBackend
+from parlay.engine.torch_backend import TorchBackend, fill
 from parlay.policies.types import (
     BatchView,
     Plan,
@@ -43,13 +44,6 @@ def _each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_of(policy: AnyPlan, seed: int = 0) -> Engine:
     return Engine(headed_backend(VOCAB, seed), LocalPlanner(policy), CONFIG)
-
-
-def step(engine: Engine) -> StepOutcome:
-    outcome = engine.step()
-    assert outcome is not None
-    engine.scheduler.draft.check()
-    return outcome
 
 
 def scored(outcome: StepOutcome) -> list[tuple[int, int, int, int]]:
@@ -212,6 +206,9 @@ def test_what_stands_beside_a_watched_guess_is_dropped() -> None:
     run = HeadsRun(np.array([2, 0, 1]), tokens, np.ones((3, 2)), beside)
     rows, seen = np.array([4, 5, 7]), np.array([True, True, False])
     assert run.watch(rows, seen) == {4: [5, 6]}
-    rest = run.only(rows, ~seen)
-    assert (rest.count.tolist(), rest.tokens.tolist()) == ([1], [[7, -1]])
-    assert rest.branches == {7: beside[7]}
+    tokens, confidences = np.full((8, 2), -1), np.full((8, 2), np.nan)
+    drafts = Drafts(np.zeros(8, np.int32), tokens, confidences, np.full(8, -1))
+    fill(drafts, rows[~seen], run.only(~seen))
+    assert drafts.count.tolist() == [0] * 7 + [1]
+    assert drafts.tokens.tolist() == [[-1, -1]] * 7 + [[7, -1]]
+    assert drafts.branches == {7: beside[7]}

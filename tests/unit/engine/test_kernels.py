@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ pytestmark = pytest.mark.skipif(build.load() is None, reason="needs AVX512_BF16 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def _fresh_build() -> Iterator[None]:
+    """Load the kernels anew here, and once more afterwards."""
+    build.load.cache_clear()
+    yield
+    build.load.cache_clear()
 
 
 def config_of(shape: str) -> ModelConfig:
@@ -132,6 +141,7 @@ def test_a_draft_reads_narrow_embeddings_and_states_as_torch_does() -> None:
         torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0.02)
 
 
+@pytest.mark.usefixtures("_fresh_build")
 def test_what_does_not_fit_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("share 3")
     weights = weights_of(config)
@@ -144,25 +154,20 @@ def test_what_does_not_fit_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fits(dataclasses.replace(config, hidden=100), torch.bfloat16, CPU)
     monkeypatch.setenv(build.OFF, "off")
     build.load.cache_clear()
-    try:
-        assert not fits(config, torch.bfloat16, CPU)
-    finally:
-        build.load.cache_clear()
+    assert not fits(config, torch.bfloat16, CPU)
 
 
+@pytest.mark.usefixtures("_fresh_build")
 def test_a_compiler_that_fails_leaves_torch_and_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", "/bin/false")
     monkeypatch.setenv("PARLAY_CACHE", str(tmp_path))
-    build.load.cache_clear()
-    try:
-        assert build.load() is None
-        assert "kernels not compiled" in caplog.text
-    finally:
-        build.load.cache_clear()
+    assert build.load() is None
+    assert "kernels not compiled" in caplog.text
 
 
+@pytest.mark.usefixtures("_fresh_build")
 def test_a_spoilt_library_in_the_cache_is_compiled_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,28 +183,26 @@ def test_a_spoilt_library_in_the_cache_is_compiled_again(
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("SPARE", str(spare))
     monkeypatch.setenv("PARLAY_CACHE", str(tmp_path))
-    try:
-        for spoil in (None, b"", whole[:9000], whole[:-1], Path("/proc/self/exe").read_bytes()):
-            if spoil is not None:
-                library.unlink()  # what is mapped must not be cut
-                library.write_bytes(spoil)
-            build.load.cache_clear()
-            assert build.load() is not None
-            (library,) = tmp_path.glob("kernels/llama-*.so")
-            assert library.read_bytes() == whole
-        # As it is now it is taken, and not without its checksum.
-        monkeypatch.setenv("SPARE", "/nowhere")
+    for spoil in (None, b"", whole[:9000], whole[:-1], Path("/proc/self/exe").read_bytes()):
+        if spoil is not None:
+            library.unlink()  # what is mapped must not be cut
+            library.write_bytes(spoil)
         build.load.cache_clear()
         assert build.load() is not None
-        assert not caplog.text
-        library.with_suffix(".so.sha256").unlink()
-        build.load.cache_clear()
-        assert build.load() is None
-        assert "kernels not compiled" in caplog.text
-    finally:
-        build.load.cache_clear()
+        (library,) = tmp_path.glob("kernels/llama-*.so")
+        assert library.read_bytes() == whole
+    # As it is now it is taken, and not without its checksum.
+    monkeypatch.setenv("SPARE", "/nowhere")
+    build.load.cache_clear()
+    assert build.load() is not None
+    assert not caplog.text
+    library.with_suffix(".so.sha256").unlink()
+    build.load.cache_clear()
+    assert build.load() is None
+    assert "kernels not compiled" in caplog.text
 
 
+@pytest.mark.usefixtures("_fresh_build")
 def test_a_library_without_our_functions_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,10 +210,6 @@ def test_a_library_without_our_functions_is_not_taken(
     source.write_text("void parlay_pack(void) {}\n")
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("PARLAY_CACHE", str(tmp_path))
-    build.load.cache_clear()
-    try:
-        assert build.load() is None
-        assert "lacks parlay_linear" in caplog.text
-        assert not list(tmp_path.glob("kernels/*"))
-    finally:
-        build.load.cache_clear()
+    assert build.load() is None
+    assert "lacks parlay_linear" in caplog.text
+    assert not list(tmp_path.glob("kernels/*"))

@@ -17,6 +17,7 @@ from parlay.engine.runner import Model, Runner
 from parlay.engine.sampling import probabilities
 from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
+from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.types import Array, Proposer, StopKind, StopRule
 
 VOCAB, LENGTH, DRAWS = 5, 3, 3000
@@ -52,6 +53,31 @@ def exact_joint(params: SamplingParams, dtype: torch.dtype = torch.float32) -> A
     return joint
 
 
+def counted(backend: TorchBackend, params: list[SamplingParams], policy: AnyPlan) -> Array:
+    """Return how often each text came out, one request for each of `params`."""
+    engine = Engine(backend, LocalPlanner(policy), backend.config)
+    requests = [engine.add(PROMPT, p) for p in params]
+    while engine.has_work:
+        engine.step()
+    counts = np.zeros((VOCAB,) * LENGTH)
+    for request in requests:
+        counts[tuple(request.output)] += 1
+    return counts
+
+
+def answers(backend: TorchBackend, policy: AnyPlan, temperature: float) -> list[list[int]]:
+    """Return what twelve requests are answered, each with a seed where it is drawn."""
+    engine = Engine(backend, LocalPlanner(policy), backend.config)
+    params = [
+        SamplingParams(temperature, top_p=0.95, seed=s if temperature else None, max_tokens=40)
+        for s in range(12)
+    ]
+    requests = [engine.add([1 + s, 2, 3, 1 + s, 2], p) for s, p in enumerate(params)]
+    while engine.has_work:
+        engine.step()
+    return [r.output for r in requests]
+
+
 def draw(
     params: list[SamplingParams],
     policy: AnyPlan,
@@ -59,16 +85,8 @@ def draw(
     state_layers: tuple[int, ...] = (),
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> Array:
-    """Return how often each text came out, one request for each of `params`."""
     backend = tiny_backend(VOCAB, seed, state_layers=state_layers, dtypes=dtypes)
-    engine = Engine(backend, LocalPlanner(policy), CONFIG)
-    requests = [engine.add(PROMPT, p) for p in params]
-    counts = np.zeros((VOCAB,) * LENGTH)
-    while engine.has_work:
-        engine.step()
-    for request in requests:
-        counts[tuple(request.output)] += 1
-    return counts
+    return counted(backend, params, policy)
 
 
 def p_value(counts: Array, joint: Array) -> float:
@@ -136,15 +154,7 @@ def test_the_test_of_laws_can_fail() -> None:
 def test_greedy_and_coupled_outputs_do_not_depend_on_speculation(temperature: float) -> None:
     def outputs(policy: AnyPlan, running: int) -> list[list[int]]:
         config = dataclasses.replace(CONFIG, max_running=running, target_blocks=100)
-        engine = Engine(tiny_backend(50, running, config), LocalPlanner(policy), config)
-        params = [
-            SamplingParams(temperature, top_p=0.95, seed=s if temperature else None, max_tokens=40)
-            for s in range(12)
-        ]
-        requests = [engine.add([1 + s, 2, 3, 1 + s, 2], p) for s, p in enumerate(params)]
-        while engine.has_work:
-            engine.step()
-        return [r.output for r in requests]
+        return answers(tiny_backend(50, running, config), policy, temperature)
 
     plain = outputs(AnyPlan((NONE,), 0), running=1)
     assert len({tuple(o) for o in plain}) > 6

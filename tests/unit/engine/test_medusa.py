@@ -7,9 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.tiny import CONFIG, AnyPlan
+from tests.tiny import CONFIG, AnyPlan, step
 from tests.tiny_heads import HEADS, headed_backend
-from tests.unit.engine.test_law import DRAWS, LENGTH, PROMPT, VOCAB, exact_joint, p_value
+from tests.unit.engine.test_law import (
+    DRAWS,
+    LENGTH,
+    STOPS,
+    VOCAB,
+    answers,
+    counted,
+    exact_joint,
+    p_value,
+)
 
 from parlay.engine.medusa_heads import children
 from parlay.engine.planner import LocalPlanner
@@ -31,23 +40,10 @@ from parlay.policies.types import (
 
 MEDUSA = Proposer.MEDUSA
 ALL = (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, MEDUSA)
-STOPS = [
-    StopRule(StopKind.SURVIVAL, 0.3),
-    StopRule(StopKind.ENTROPY, 0.4),
-    StopRule(StopKind.PROBABILITY, 0.5),
-]
 
 
 def draw(params: list[SamplingParams], policy: AnyPlan, seed: int, plain: bool = False) -> Array:
-    """Return how often each text came out, one request for each of `params`."""
-    engine = Engine(headed_backend(VOCAB, seed, plain=plain), LocalPlanner(policy), CONFIG)
-    requests = [engine.add(PROMPT, p) for p in params]
-    while engine.has_work:
-        engine.step()
-    counts = np.zeros((VOCAB,) * LENGTH)
-    for request in requests:
-        counts[tuple(request.output)] += 1
-    return counts
+    return counted(headed_backend(VOCAB, seed, plain=plain), params, policy)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["rooted", "plain"])
@@ -78,16 +74,7 @@ def test_coupled_sampling_has_the_law_of_plain_sampling() -> None:
 def test_greedy_and_coupled_outputs_do_not_depend_on_heads(temperature: float, plain: bool) -> None:
     def outputs(policy: AnyPlan, running: int) -> list[list[int]]:
         config = dataclasses.replace(CONFIG, max_running=running, target_blocks=100)
-        backend = headed_backend(50, running, config, plain)
-        engine = Engine(backend, LocalPlanner(policy), config)
-        params = [
-            SamplingParams(temperature, top_p=0.95, seed=s if temperature else None, max_tokens=40)
-            for s in range(12)
-        ]
-        requests = [engine.add([1 + s, 2, 3, 1 + s, 2], p) for s, p in enumerate(params)]
-        while engine.has_work:
-            engine.step()
-        return [r.output for r in requests]
+        return answers(headed_backend(50, running, config, plain), policy, temperature)
 
     without = outputs(AnyPlan((Proposer.NONE,), 0), running=1)
     assert len({tuple(o) for o in without}) > 6
@@ -130,12 +117,6 @@ def test_heads_read_the_state_that_made_the_last_token(plain: bool) -> None:
     assert checked > 15
     assert sum(r.preemptions for r in requests) > 0
     assert sum(r.accepted for r in requests) > 0
-
-
-def step(engine: Engine) -> StepOutcome:
-    outcome = engine.step()
-    assert outcome is not None
-    return outcome
 
 
 def outcomes(policy: AnyPlan, prompts: int = 3) -> list[StepOutcome]:

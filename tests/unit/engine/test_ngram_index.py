@@ -82,7 +82,7 @@ def test_the_longest_suffix_of_another_text_is_found(
     for text in texts:
         index.extend([*text, -1])
         held += [*text, -1]
-    state, length = index.find(tail)
+    state, length = index.follow(0, 0, tail, len(tail))
     fits = [
         n
         for n in range(len(tail) + 1)
@@ -104,11 +104,11 @@ def test_a_match_that_was_found_before_the_index_grew_sees_what_came() -> None:
     at = index.follow(0, 0, [9, 2, 3], 16)
     index.extend([5, 2, 3, 6, -1])
     state, length = index.follow(*at, [], 16)
-    assert (state, length) == index.find([9, 2, 3])
+    assert (state, length) == index.follow(0, 0, [9, 2, 3], 16)
     found = index.continuations_of(state, length, 1, 3)
     assert [(c.tokens, c.match_tokens, c.match_count) for c in found] == [([6], 2, 2), ([4], 2, 2)]
-    assert index.follow(*at, [6], 16) == index.find([9, 2, 3, 6])
-    assert index.follow(*at, [6], 2) == index.find([3, 6])
+    assert index.follow(*at, [6], 16) == index.follow(0, 0, [9, 2, 3, 6], 16)
+    assert index.follow(*at, [6], 2) == index.follow(0, 0, [3, 6], 16)
 
 
 def test_appending_bit_by_bit_is_the_same_as_at_once() -> None:
@@ -194,7 +194,7 @@ def test_a_proposal_at_32k_tokens_costs_what_one_at_1k_does(kind: str) -> None:
     index.extend(text[1024:])
     assert lines_run(lambda: index.propose(8)) <= short + 40
     assert lines_run(lambda: index.continuations(8, 4)) < 800
-    assert lines_run(lambda: index.find(text[-16:])) < 400
+    assert lines_run(lambda: index.follow(0, 0, text[-16:], 16)) < 400
 
 
 @pytest.mark.parametrize("kind", ["loop", "repeats", "few", "many"])

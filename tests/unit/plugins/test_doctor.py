@@ -88,7 +88,7 @@ def test_on_a_gpu_it_is_another_matter(vllm: Any, monkeypatch: pytest.MonkeyPatc
     assert (
         found["eagle"].text == "eagle, up to 5 tokens, one k for the batch, asynchronous scheduling"
     )
-    assert "synchronous scheduling" in found["ngram"].text
+    assert ", synchronous scheduling" in found["ngram"].text
     assert found["suffix"].verdict is OK
     monkeypatch.setenv("PARLAY_VLLM_ROWS", "ragged")
     assert "a k for each request" in look("vllm")["eagle"].text
@@ -131,7 +131,7 @@ def test_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch, "sglang")
     assert "cannot be had" in look("sglang")["sglang"].text
     path, _, name = sglang.TARGET.rpartition(".")
-    theirs = type(name, (), dict.fromkeys(sglang.HOOKS))
+    theirs = type(name, (), dict.fromkeys(sglang.HOOKS, print))
     monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: theirs}))
     assert look("sglang")["sglang"].verdict is OK
     assert look("sglang")["plugin"].verdict is WARN

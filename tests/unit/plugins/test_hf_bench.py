@@ -7,7 +7,7 @@ import torch
 import transformers
 from tests.tiny_hf import tiny_pair
 
-from parlay.engine.bench import Contender, Tally, Timing, interleave
+from parlay.engine.bench import Contender, Timing, interleave
 from parlay.engine.plugins.hf_bench import hf_contenders, report_of
 from parlay.engine.plugins.huggingface import Speculator
 
@@ -19,8 +19,8 @@ def nobody(_: list[int], __: int, ___: str) -> Timing:
 def test_ours_is_held_against_the_best_other_round_by_round() -> None:
     contenders = [Contender("x", mode, nobody) for mode in ("slow", "fast", "ours")]
     seconds = ((2.0, 2.0, 2.0, 2.0), (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 0.5, 0.5))
-    tallies = [Tally([Timing(0.0, s, 10) for s in row]) for row in seconds]
-    report = report_of(contenders, tallies, prompts=2)
+    timings = [[Timing(0.0, s, 10) for s in row] for row in seconds]
+    report = report_of(contenders, timings, prompts=2)
     assert [r["tokens_per_s"] for r in report["rows"]] == pytest.approx([5, 10, 40 / 3])
     assert report["best_other"] == "x fast"
     assert report["ratio"] == pytest.approx(4 / 3)
@@ -41,8 +41,8 @@ def test_every_contender_decodes_the_same_text(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "generate", watched)
     speculator = Speculator(model, draft, "fixed", {"proposer": "draft_model", "k": "3"})
     contenders = hf_contenders(model, draft, speculator)
-    tallies = interleave(contenders, [("code", [4, 5, 6, 7, 4, 5])], 12, 1, lambda: None)
-    assert [t.timings[0].tokens for t in tallies] == [12] * len(contenders)
+    timings = interleave(contenders, [("code", [4, 5, 6, 7, 4, 5])], 12, 1)
+    assert [done[0].tokens for done in timings] == [12] * len(contenders)
     decoded = [tuple(t) for t in texts if len(t) == 18]
     assert len(decoded) == len(contenders)
     assert len(set(decoded)) == 1

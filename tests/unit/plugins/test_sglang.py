@@ -2,47 +2,31 @@ from __future__ import annotations
 
 import logging
 import sys
-from bisect import bisect_left
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiny import AnyPlan
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.plugins import sglang
 from parlay.engine.plugins.adapter import Adapter
 from parlay.engine.plugins.sglang_steps import BatchSteps, StepPrice, nearest
-from parlay.policies.policy import EngineLimits, Stateless, make_policy
-from parlay.policies.types import DRAFT_MODEL, BatchView, Plan, StepOutcome
+from parlay.policies.policy import EngineLimits, make_policy
+from parlay.policies.types import DRAFT_MODEL, Proposer, StepOutcome
 
 STEPS = (0, 1, 3, 7)
 LIMITS = EngineLimits(1 | 1 << DRAFT_MODEL, 7, token_budget=4096)
 
 
-class Spy(Stateless):
+class Spy(AnyPlan):
     """Plans one k for everybody; keeps what it is told."""
 
-    name = "spy"
-
     def __init__(self, k: int = 3) -> None:
-        self.k = k
-        self.views: list[BatchView] = []
+        super().__init__((Proposer.DRAFT_MODEL,), k, fixed_k=True)
         self.heard: list[StepOutcome] = []
-
-    def decide(self, view: BatchView) -> Plan:
-        self.views.append(view)
-        rows = len(view)
-        return Plan(
-            view.request_id,
-            np.full(rows, DRAFT_MODEL, np.uint8),
-            np.full(rows, self.k, np.int16),
-            np.zeros(rows, bool),
-            np.ones(rows, np.float32),
-            np.zeros(rows, np.uint8),
-            step_id=view.step_id,
-        )
 
     def observe(self, outcome: StepOutcome) -> None:
         self.heard.append(outcome)
@@ -129,7 +113,7 @@ def test_overlapping_steps_are_told_in_their_order() -> None:
     spy = Spy(1)
     steps = decider(spy)
     steps.steps(2, STEPS)
-    spy.k = 3
+    spy.k_max = 3
     steps.steps(2, STEPS)
     steps.verified([1, 1], 2)
     steps.steps(2, STEPS)
@@ -301,5 +285,4 @@ def test_registers_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None
 def test_sizes_of_graphs_may_end_before_a_batch() -> None:
     params = SGLangsOwn(1)
     params.set_cuda_graph_bs([1, 2, 4])
-    assert bisect_left([1, 2, 4], 9) == 3
     assert sglang.lengths_for(params, 9, [1, 2, 4]) == [0, 1, 3]

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.plugins.fake_vllm import FakeScheduler, Output, config, often_right
 
 from parlay.engine.plugins import vllm
+from parlay.engine.plugins.step_clock import StepClock
 from parlay.engine.plugins.tracked import Tracked, view_of
 from parlay.engine.plugins.vllm_ability import Ability, ability_of
-from parlay.engine.plugins.vllm_clock import StepClock
 from parlay.engine.plugins.vllm_scheduler import words_of
 from parlay.engine.plugins.vllm_uniform import uniform
 from parlay.engine.request import SpeculationParams

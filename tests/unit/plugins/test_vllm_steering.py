@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiny import AnyPlan
 from tests.unit.plugins.fake_vllm import (
     FakeRequest,
     FakeScheduler,
@@ -22,43 +23,31 @@ from parlay.engine.planner import LocalPlanner
 from parlay.engine.plugins import vllm_scheduler
 from parlay.engine.plugins.vllm_scheduler import steered
 from parlay.engine.plugins.vllm_steering import Steering
-from parlay.policies.policy import Stateless
 from parlay.policies.types import (
     DRAFT_MODEL,
     NGRAM,
     NONE,
     BatchView,
     Plan,
+    Proposer,
     StepOutcome,
     Truncated,
     task_id,
 )
 
 
-class Spy(Stateless):
-    """Draws each row's proposer and k, or plans one of each; keeps what it is shown and told."""
+class Spy(AnyPlan):
+    """Draws each row's proposer and k, or plans one k for all; keeps what it is shown and told."""
 
-    name = "spy"
-
-    def __init__(self, proposers: tuple[int, ...], k: int | None = None, k_max: int = 4) -> None:
-        self.proposers, self.k, self.k_max = proposers, k, k_max
-        self.rng = np.random.default_rng(0)
+    def __init__(self, proposers: tuple[int, ...], k: int | None = None) -> None:
+        most = 4 if k is None else k
+        super().__init__(tuple(map(Proposer, proposers)), most, fixed_k=k is not None)
         self.views: list[BatchView] = []
         self.heard: list[StepOutcome] = []
 
     def decide(self, view: BatchView) -> Plan:
         self.views.append(view)
-        rows = len(view)
-        k = self.rng.integers(0, self.k_max + 1, rows) if self.k is None else np.full(rows, self.k)
-        return Plan(
-            view.request_id,
-            self.rng.choice(self.proposers, rows).astype(np.uint8),
-            k.astype(np.int16),
-            np.zeros(rows, bool),
-            np.ones(rows, np.float32),
-            np.zeros(rows, np.uint8),
-            step_id=view.step_id,
-        )
+        return super().decide(view)
 
     def observe(self, outcome: StepOutcome) -> None:
         self.heard.append(outcome)
@@ -121,7 +110,8 @@ def test_answers_stay_and_every_token_is_told(method: str, asynchronous: bool) -
         assert (outcome.verified_k <= outcome.drafted_k).all()
         assert (outcome.drafted_k <= outcome.requested_k).all()
         assert ((outcome.emitted == outcome.accepted + 1) | (outcome.emitted == 0)).all()
-        assert outcome.emitted.any() or (scheduler.chunk < 10)
+        # Scheduled ahead, a step may be of requests that have ended meanwhile.
+        assert outcome.emitted.any() or outcome.prefill_tokens or asynchronous
     # The first token comes from the prompt's last step, before there is a decision to report on.
     emitted = sum(int(o.emitted.sum()) for o in spy.heard)
     told = sum(len(r.answer) for r in requests) - emitted

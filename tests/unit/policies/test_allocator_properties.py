@@ -110,6 +110,7 @@ def test_no_budget_is_exceeded_before_or_after_drafting() -> None:
         view = view_of(ids, bucket_edges=edges, max_k=rng.integers(0, 12, rows).astype(np.int32))
         fit = fit_plan(plan, view)
         assert fit.verify_k.sum() <= most
+        assert fit.k.sum() <= max(most, plan.k.sum())
         drafted = rng.integers(0, 9, rows).astype(np.int32)
         confidences = rng.random((rows, 8)).astype(np.float32)
         after = fit_plan(plan, view, drafted, confidences).verify_k

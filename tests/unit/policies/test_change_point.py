@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from parlay.policies.acceptance import Acceptance
 from parlay.policies.change_point import ChangePoints
 from parlay.policies.pilot import Pilot, PilotSettings
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE, Array
+from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE
 
 LIMITS = EngineLimits(0b0111, K)
 STEADY = {
@@ -24,40 +25,26 @@ STEADY = {
 }
 
 
-def learned(process: Process, learner: Acceptance, steps: int, k_max: int = 4) -> Array:
-    """Teach `steps` steps of both proposers, k by each request's own last steps; return whether a
-    draft of the first row was foretold how well: mean |foretold - true| of two places, [steps].
-    """
-    misses = np.zeros(steps)
-    last = np.ones(process.rows, int)
-    for step in range(steps):
-        proposer = np.where(process.match > 0, NGRAM, DRAFT_MODEL)
-        rows = learner.rows_of(process.ids, process.task, process.output)
-        frailty = learner.frailty(rows)
-        survival = learner.survival(frailty, process.match)
-        true = np.cumprod(process.chance(proposer), axis=1)
-        own = survival[np.arange(process.rows), proposer]
-        misses[step] = np.abs(own[:, :2] - true[:, :2]).mean()
-        outcome = process.step(proposer, np.clip(last + 1, 1, k_max))
-        learner.observe(outcome)
-        last = outcome.accepted.astype(int)
-    return misses
-
-
-def watched(process: Process, steps: int) -> int:
-    """Return how many changes are found in so many steps of a process."""
-    learner, changes, found = Acceptance(K), ChangePoints(), 0
-    learner.watch = changes.note
+def drafts(process: Process, learner: Acceptance, steps: int) -> Iterator[None]:
+    """Let `steps` steps be learned from, k by each request's own last step; pause after each."""
     last = np.ones(process.rows, int)
     for _ in range(steps):
         proposer = np.where(process.match > 0, NGRAM, DRAFT_MODEL)
         learner.rows_of(process.ids, process.task, process.output)
         outcome = process.step(proposer, np.clip(last + 1, 1, 4))
         learner.observe(outcome)
+        last = outcome.accepted.astype(int)
+        yield
+
+
+def watched(process: Process, steps: int) -> int:
+    """Return how many changes are found in so many steps of a process."""
+    learner, changes, found = Acceptance(K), ChangePoints(), 0
+    learner.watch = changes.note
+    for _ in drafts(process, learner, steps):
         for task, who in changes.found():
             learner.forget(task, who, 1200)
             found += 1
-        last = outcome.accepted.astype(int)
     assert found == changes.found_in_all
     return found
 
@@ -77,19 +64,12 @@ def test_twenty_thousand_steady_steps_ring_hardly_ever(kind: str, rows: int) -> 
     assert found <= (2 if kind == "heavy-tailed" else 1)
 
 
-class Pair:
-    """A pilot that hears of changes, and one that is deaf."""
-
-    def __init__(self) -> None:
-        self.hears = Pilot(PilotSettings(k_max=K), LIMITS)
-        self.deaf = Pilot(PilotSettings(k_max=K), LIMITS)
-        self.deaf.core.acceptance.watch = None
-
-
 def switching(hears: bool, rows: int, seed: int) -> tuple[float, int]:
-    """Return how far off two places are foretold in the 80 steps after each of six switches."""
+    """Return how far off two places are foretold in the 80 steps after each of five switches."""
     process = Process(KINDS["decaying"], rows, seed)
-    policy = getattr(Pair(), "hears" if hears else "deaf")
+    policy = Pilot(PilotSettings(k_max=K), LIMITS)
+    if not hears:
+        policy.core.acceptance.watch = None
     acceptance, off = policy.core.acceptance, []
     last = np.ones(rows, int)
     for step in range(6 * 300):
@@ -148,8 +128,9 @@ def test_either_sign_rings_and_a_lasting_bias_does_not() -> None:
 def test_forgetting_ages_one_task_and_proposer() -> None:
     learner = Acceptance(4)
     process = Process(KINDS["iid"], 8, 0, tasks=2)
-    learned(process, learner, 60)
-    before, after = learner.state(), None
+    for _ in drafts(process, learner, 60):
+        pass
+    before = learner.state()
     learner.forget(1, DRAFT_MODEL, 400.0)
     after = learner.state()
     moved = after["task_counts"] / np.where(before["task_counts"] > 0, before["task_counts"], 1.0)

@@ -33,11 +33,16 @@ class Targeted:
         self.inner.observe(outcome)
 
 
-def test_a_request_alone_without_target_or_scarcity_it_plans_for_as_goodput_does() -> None:
+@pytest.mark.parametrize("tags", [["chat"], TAGS])
+def test_without_target_scarcity_or_unlike_needs_it_plans_as_goodput_does(
+    tags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pilot, goodput = unguarded(), make_policy("goodput", {}, LIMITS)
     # As if every rung had been taken.
     pilot.staircase.tries[:] = 99
-    plays = [play(policy, ["chat"], 60) for policy in (pilot, goodput)]
+    if len(tags) > 1:
+        monkeypatch.setattr(pilot, "_need", lambda: np.ones(len(pilot._at)))
+    plays = [play(policy, tags, 60) for policy in (pilot, goodput)]
     for one, other in zip(plays[0].plans, plays[1].plans, strict=True):
         assert (one.proposer == other.proposer).all()
         assert (one.k == other.k).all()

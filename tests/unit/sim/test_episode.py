@@ -7,11 +7,12 @@ from parlay.policies.policy import EngineLimits, Stateless, make_policy
 from parlay.policies.types import BatchView, Plan, PlanSource, StepOutcome
 from parlay.sim import episode as module
 from parlay.sim.backend import SimBackend
-from parlay.sim.episode import Episode, LatePlanner, MakePolicy, run_episode
+from parlay.sim.episode import LatePlanner, MakePolicy, run_episode
 from parlay.sim.filtering import FilteringOracle, filtering_oracle
 from parlay.sim.load import arrivals_of, check_trace
 from parlay.sim.oracle import clairvoyant, hazard_oracle, latents_of
 from parlay.sim.scenario import Scenario, load_scenario
+from parlay.sim.tally import Episode
 
 
 def named(name: str, **settings: object) -> MakePolicy:

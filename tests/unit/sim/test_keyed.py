@@ -13,7 +13,7 @@ import pytest
 from parlay.policies.policy import Policy, registry
 from parlay.policies.types import Array, BatchView, Plan, StepOutcome
 from parlay.sim.costs import TableCosts, load_costs
-from parlay.sim.episode import Episode, MakePolicy, run_episode
+from parlay.sim.episode import MakePolicy, run_episode
 from parlay.sim.fast import FastLoop
 from parlay.sim.feed import Feed
 from parlay.sim.keyed import fits, run_side_by_side
@@ -22,6 +22,7 @@ from parlay.sim.kinds import Kind
 from parlay.sim.load import arrivals_of
 from parlay.sim.scenario import Scenario, Stage, load_scenario, scenario_names
 from parlay.sim.simulate import maker
+from parlay.sim.tally import Episode
 
 FEW = ["goodput", "hf_confidence", "survival_budget", "filtering_oracle"]
 """Between them: survivals and shadows, a stop rule, a budget on confidences, and the latents."""

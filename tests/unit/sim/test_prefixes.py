@@ -12,11 +12,12 @@ import pytest
 from parlay.policies.policy import EngineLimits, Stateless, make_policy
 from parlay.policies.types import BatchView, Plan, StepOutcome
 from parlay.sim.backend import SimBackend
-from parlay.sim.episode import Episode, run_episode
+from parlay.sim.episode import run_episode
 from parlay.sim.kinds import kinds_of
 from parlay.sim.load import arrivals_of
 from parlay.sim.prompts import prompt_of
 from parlay.sim.scenario import Scenario, load_scenario
+from parlay.sim.tally import Episode
 from parlay.sim.workload import Arrival, describe
 
 MINE = """

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parlay.sim import report
-from parlay.sim.episode import Episode
 from parlay.sim.report import COLUMNS, Result, best_policy, cell, headline, write_report
 from parlay.sim.report_dots import dots, spread
 from parlay.sim.report_heat_map import heat_map
@@ -23,6 +22,7 @@ from parlay.sim.report_rank import loses, oracle, rank
 from parlay.sim.report_run import over_run, per_bucket, stage_starts
 from parlay.sim.scenario import Scenario, Stage, load_scenario
 from parlay.sim.simulate import Row
+from parlay.sim.tally import Episode
 
 NAN = float("nan")
 NASTY = '<b onclick="x">&$k_1$'

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from parlay.policies.cli import run as parlay
-from parlay.sim.episode import Episode
 from parlay.sim.scenario import load_scenario
 from parlay.sim.simulate import (
     BEST_GATE,
@@ -18,6 +17,7 @@ from parlay.sim.simulate import (
     parse_policy,
     tune,
 )
+from parlay.sim.tally import Episode
 
 SMALL = """
 title = "Two people chat"

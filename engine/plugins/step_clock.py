@@ -1,6 +1,6 @@
-"""What vLLM's steps take, and which part of that is the drafter's.
+"""What an engine's steps take, and which part of that is the drafter's.
 
-The scheduler sees whole steps only. The drafter's part is told apart because steps differ in how
+A scheduler sees whole steps only. The drafter's part is told apart because steps differ in how
 many passes they asked of it.
 """
 
