@@ -95,7 +95,7 @@ class Arms:
     def _book(self, outcome: StepOutcome, rows: Array, theirs: Array) -> None:
         count, drafted = int(rows.sum()), outcome.drafted_k[rows].astype(float)
         plain_ms = float(outcome.step_ms)
-        if drafted.any() and self._step_time.verify.count:
+        if drafted.any() and self._step_time.started:
             fed = np.array([float(count + outcome.prefill_tokens)])
             least_ms = float(self._step_time.verify_ms(fed, float(outcome.kv_tokens))[0])
             plain_ms = min(outcome.step_ms, least_ms)

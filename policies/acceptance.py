@@ -12,6 +12,7 @@ average request.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -20,7 +21,8 @@ import numpy as np
 from parlay.policies.acceptance_rows import TASKS, Rows
 from parlay.policies.allocate import HAZARD_CEILING
 from parlay.policies.counts import Counts
-from parlay.policies.evidence import Drafts, drafts_of
+from parlay.policies.evidence import Draft, Drafts, draft_of, drafts_of
+from parlay.policies.strength import Strength, lean
 from parlay.policies.types import (
     DRAFT_MODEL,
     MATCH_EDGES,
@@ -46,11 +48,10 @@ NEIGHBOUR_REACH = 0.5
 HALF_LIFE_ROWS = 600.0
 TASK_STRENGTH = 6.0
 TASK_HALF_LIFE_ROWS = 400.0
-REQUEST_STRENGTH = 3.5
 REQUEST_DECAY = 0.955
 """A step heard of, drafted in or not: what text was like twenty tokens ago says little of it now.
-With the shipped draft on five kinds of text strengths of 2.5 to 10 foretold the next rejection
-best, with decays of .9 to .975 everywhere but on data."""
+With the shipped draft on five kinds of text decays of .9 to .975 foretold the next rejection best
+everywhere but on data."""
 _DRIFT_PER_STEP = 5e-5
 """Variance by which the log of a task's hazards may have moved in a step unseen."""
 _HOPE = 1.5
@@ -82,12 +83,14 @@ class Acceptance:
         self.others = np.zeros((2, CHANNELS, k_max))
         self.rows = np.zeros(PROPOSERS)
         self.loaded = False
+        self._strength = Strength()
         self.watch: Watch | None = None
         self._total = np.zeros((2, CHANNELS, k_max))
         self._snapshots = {0: self._total.copy()}
         self._table = Rows()
         places = np.arange(k_max)
         lag = places - places[:, None]
+        self._before = (lag > 0).astype(float)
         self._neighbours = np.where(lag >= 0, NEIGHBOUR_REACH ** np.maximum(lag, 0), 0.0)
         self._refit()
 
@@ -108,9 +111,10 @@ class Acceptance:
     def frailty(self, rows: Array) -> Array:
         """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
         tasks = self._table.task_of[rows]
-        prior = REQUEST_STRENGTH * self._task_frailty()[tasks]
+        strength = self._strength.of
+        prior = strength * self._task_frailty()[tasks]
         rejected, expected = self._table.request.take(rows, axis=1)
-        frailty: Array = (prior + rejected) / (REQUEST_STRENGTH + expected)
+        frailty: Array = (prior + rejected) / (strength + expected)
         return frailty
 
     def least_frailty(self, rows: Array, frailty: Array, proposer: int, quiet_steps: int) -> Array:
@@ -163,31 +167,31 @@ class Acceptance:
         return shown
 
     def _learn(self, outcome: StepOutcome, rows: Array, shown: Array, doubt: Array | None) -> None:
+        if len(rows) == 1 and not len(outcome.shadow):
+            draft = draft_of(outcome, int(rows[0]), doubt)
+            if draft is not None:
+                self._count_one(draft)
+                shown[draft.proposer] = True
+            return
         drafts = drafts_of(outcome, rows, self._table.known(outcome.shadow.request_id), doubt)
         if len(drafts.row):
-            self._count(drafts)
+            self._count_all(drafts)
             shown[drafts.proposer] = True
 
-    def _count(self, drafts: Drafts) -> None:
-        """Add drafts to every table."""
-        if len(drafts.row) == 1:
-            self._count_one(drafts)
-        else:
-            self._count_all(drafts)
-        self._refit()
-
-    def _count_one(self, drafts: Drafts) -> None:
+    def _count_one(self, draft: Draft) -> None:
         """Do what `_count_all` does for a single draft, whose arrays would be mostly overhead."""
-        row, proposer = int(drafts.row[0]), int(drafts.proposer[0])
-        accepted, seen = int(drafts.accepted[0]), int(drafts.seen[0])
-        channel = int(channel_of(drafts.proposer, drafts.match_tokens)[0])
+        row, proposer, accepted, seen = draft.row, draft.proposer, draft.accepted, draft.seen
+        channel = bisect_right(MATCH_EDGES, draft.match_tokens)
+        if proposer != NGRAM:
+            channel = BUCKETS + proposer - DRAFT_MODEL
         reached = min(accepted + 1, seen, self.k_max)
         weight = FIRST_WEIGHT if self._table.output[row] < FIRST_TOKENS else 1.0
         task = int(self._table.task_of[row])
         rejections, hazards = self._table.in_all[:, task, proposer].tolist()
         task_frailty = (TASK_STRENGTH + rejections) / (TASK_STRENGTH + hazards)
         rejected, expected = self._table.request[:, row, proposer].tolist()
-        prior, known = REQUEST_STRENGTH * task_frailty + rejected, REQUEST_STRENGTH + expected
+        strength = float(self._strength.of[proposer])
+        prior, known = strength * task_frailty + rejected, strength + expected
         before = expected_of_task = foretold = variance = 0.0
         exposure: list[float] = []
         for hazard in self.hazard[channel, :reached].tolist():
@@ -204,9 +208,12 @@ class Acceptance:
         self._table.drafts[task, proposer] += 1
         self._table.task[:, task, proposer] *= _TASK_ROW_DECAY
         fails = accepted < min(seen, self.k_max)
-        failed = float(drafts.share[0]) * weight if fails else 0.0
+        failed = draft.share * weight if fails else 0.0
+        foretold *= weight
+        leans = lean(strength, task_frailty, rejected, expected)
+        self._strength.learn_one(proposer, leans, failed - foretold, foretold, expected)
         if self.watch is not None:
-            self.watch(task, proposer, failed - weight * foretold, weight * weight * variance)
+            self.watch(task, proposer, failed - foretold, weight * weight * variance)
         if fails:
             self._total[0, channel, accepted] += failed
             self.rejected[channel, accepted] += failed
@@ -214,8 +221,10 @@ class Acceptance:
         self.exposed[channel, :reached] += exposure
         self._table.request[:, row, proposer] += (failed, before * weight)
         self._table.task[:, task, proposer] += (failed, expected_of_task * weight)
+        self._refit()
 
     def _count_all(self, drafts: Drafts) -> None:
+        """Add drafts to every table."""
         row, proposer, accepted = drafts.row, drafts.proposer, drafts.accepted
         channel = channel_of(proposer, drafts.match_tokens)
         place = np.arange(self.k_max)
@@ -226,13 +235,18 @@ class Acceptance:
         task = self._table.task_of[row]
         task_frailty = self._task_frailty()[task, proposer]
         rejected, expected = self._table.request[:, row, proposer]
-        prior = (REQUEST_STRENGTH * task_frailty + rejected)[:, None]
-        frailty = prior / (REQUEST_STRENGTH + expected[:, None] + before)
+        strength = self._strength.of[proposer]
+        prior = (strength * task_frailty + rejected)[:, None]
+        frailty = prior / ((strength + expected)[:, None] + before)
         weight = np.where(self._table.output[row] < FIRST_TOKENS, FIRST_WEIGHT, 1.0)
+        chance = np.minimum(hazard * frailty, HAZARD_CEILING)
+        foretold = chance.sum(axis=1) * weight
+        excess = failed * weight - foretold
+        leans = lean(strength, task_frailty, rejected, expected)
+        self._strength.learn(proposer, leans, excess, foretold, expected)
         if self.watch is not None:
-            chance = np.minimum(hazard * frailty, HAZARD_CEILING)
             left = ((chance * (1.0 - chance)).sum(axis=1) * weight) * weight
-            self.watch(task, proposer, weight * (failed - chance.sum(axis=1)), left)
+            self.watch(task, proposer, excess, left)
         self._age(proposer, task)
         exposure = at_risk * (frailty * weight[:, None])
         failed *= weight
@@ -251,6 +265,7 @@ class Acceptance:
         relative = np.sqrt(frailty / task_frailty[:, None])
         expected = (hazard * relative).sum(axis=1)
         np.add.at(self._table.task[1], (task, proposer), expected * weight)
+        self._refit()
 
     def _age(self, proposer: Array, task: Array) -> None:
         """Discount what is known, each table by the rows it is about to take."""
@@ -286,7 +301,10 @@ class Acceptance:
         near = (_PRIOR + rejected @ self._neighbours) / (PRIOR_ROWS + exposed @ self._neighbours)
         hazard = (NEIGHBOUR_ROWS * near + rejected) / (NEIGHBOUR_ROWS + exposed)
         self.hazard = np.minimum(np.maximum(hazard, HAZARD_FLOOR), HAZARD_CEILING)
-        self._hazard = self.hazard.astype(np.float32)
+        # Who reached a place has shown by it that its frailty is less than was known before.
+        known = (self._strength.of + self._strength.expected)[CHANNEL_PROPOSER, None]
+        less = 1.0 + (self.hazard @ self._before) / known
+        self._hazard: Array = np.divide(self.hazard, less, dtype=np.float32)
 
     def _task_frailty(self) -> Array:
         rejected, expected = self._table.in_all
@@ -299,13 +317,14 @@ class Acceptance:
             "version": np.asarray(self.version),
             "rejected": self.rejected.copy(),
             "exposed": self.exposed.copy(),
+            "strength": self._strength.state(),
         }
         return own | self._table.state()
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where shapes or names do not fit."""
         fresh = type(self)(self.k_max)
-        missing = set(fresh.state()) - set(state)
+        missing = set(fresh.state()) - set(state) - {"strength"}
         if missing:
             raise ValueError(f"acceptance state lacks {', '.join(sorted(missing))}")
         if np.shape(state["rejected"]) != (CHANNELS, self.k_max):
@@ -316,6 +335,8 @@ class Acceptance:
         self.__dict__.update(fresh.__dict__)
         self.loaded = True
         self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
+        if "strength" in state:
+            self._strength.load(state["strength"])
         self._table.load(state, int(state["version"]))
         self._refit()
 

@@ -7,6 +7,7 @@ its word.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -57,6 +58,11 @@ class Calibration:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from each place that was reached, by whether its token held."""
+        if len(outcome) == 1:
+            only = self._curves.get(int(outcome.proposer[0]))
+            if only is not None and only.learn(*_reached_by_one(outcome)):
+                self._tabulate()
+            return
         refit = False
         for proposer, curve in self._curves.items():
             rows = ((outcome.proposer == proposer) & (outcome.verified_k > 0)).nonzero()[0]
@@ -111,10 +117,14 @@ class _Curve:
         self.count = self.fitted_at = 0
         self.fit = _PRIOR.copy()
 
-    def learn(self, odds: Array, held: Array) -> bool:
+    def learn(self, odds: Array | list[float], held: Array | list[float]) -> bool:
         """Keep places; return whether slope and offset were fitted anew."""
-        at = (self.count + np.arange(len(odds))) % _WINDOW
-        self.odds[at], self.held[at] = odds, held
+        at = self.count % _WINDOW
+        if at + len(odds) <= _WINDOW:
+            self.odds[at : at + len(odds)], self.held[at : at + len(odds)] = odds, held
+        else:
+            where = (at + np.arange(len(odds))) % _WINDOW
+            self.odds[where], self.held[where] = odds, held
         self.count += len(odds)
         if due := self.count - self.fitted_at >= _REFIT_EVERY:
             self._refit()
@@ -132,6 +142,15 @@ class _Curve:
         # A confidence that counts against itself is noise.
         self.fit = np.array([max(w[0], 0.0), w[1]])
         self.fitted_at = self.count
+
+
+def _reached_by_one(outcome: StepOutcome) -> tuple[list[float], list[float]]:
+    """Return what `_reached` does of a step of one row, whose arrays would be mostly overhead."""
+    accepted, verified = int(outcome.accepted[0]), int(outcome.verified_k[0])
+    confidence = outcome.confidences[0, : min(accepted + 1, verified)].tolist()
+    inside = [min(max(c, _EDGE), 1.0 - _EDGE) for c in confidence if math.isfinite(c)]
+    held = [float(j < accepted) for j, c in enumerate(confidence) if math.isfinite(c)]
+    return [math.log(c / (1.0 - c)) for c in inside], held
 
 
 def _reached(outcome: StepOutcome, rows: Array) -> tuple[Array, Array]:

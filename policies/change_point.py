@@ -20,10 +20,9 @@ from parlay.policies.types import PROPOSERS, Array
 
 _BLOCK_VARIANCE = 1.0
 _CLIP = 3.0
-_DRIFT, _ALARM = 0.5, 18.0
-"""In standard deviations of a block. For normal blocks one false alarm in 200 million of each task
-and proposer (Siegmund 1985, both sides); a shift of two is found in twelve blocks. With 12,
-requests of very unlike difficulty rang six times in 20,000 steps, with 18 twice."""
+_DRIFT, _ALARM = 0.5, 12.0
+"""In standard deviations of a block. For normal blocks one false alarm in half a million of each
+task and proposer (Siegmund 1985, both sides); a shift of two is found in eight blocks."""
 _SETTLED_BLOCKS = 24
 _MEMORY_BLOCKS = 200
 _LEAST_SCATTER = 0.5

@@ -2,18 +2,18 @@
 
 Every line is a ridge regression over the last steps whose prior is a shape without a unit (a step
 of many tokens against a step of one); the unit is learned from the first steps. Outliers weigh
-little, for a shared machine has spikes. On the verify line lies a table of ratios by token count,
-so that a knee is seen where there is one; the result is made to rise with the tokens.
+little, for a shared machine has spikes. The target's pass has a curve instead (`cost_curve.py`), so
+that a knee is seen where there is one; it is made to rise with the tokens.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 import numpy as np
 
+from parlay.policies.cost_curve import EDGES, Curve
 from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome
 
 TOKENS_UNIT = 32.0
@@ -29,13 +29,6 @@ _LEAST_MS, _MOST_MS = 1e-4, 1e7
 """What lies outside is no time of a step, but a clock gone wrong."""
 _PREFILL_MOST = 64
 
-_EDGES = np.array(
-    [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512]
-)
-_LOG_EDGES = np.log(_EDGES)
-_EDGE_OF, _LOG_EDGE_OF = _EDGES.tolist(), _LOG_EDGES.tolist()
-_RATIO_PRIOR = 12.0
-_RATIO_DISCOUNT = 0.98
 _SURPRISE_PRIOR = 16.0
 _SURPRISE_DISCOUNT = 0.98
 _SURPRISE_FADE = 0.998
@@ -83,17 +76,15 @@ class Line:
         """Return the weights in ms; before anything was seen, the shape at `default_scale`."""
         return self._weights if self.count else self.shape * default_scale
 
-    def add(self, x: Array, y_ms: float) -> float:
-        """Learn from one step; return y as far as it is believed, within 3 spreads of the line."""
+    def add(self, x: Array, y_ms: float) -> bool:
+        """Learn from one step; False where it cannot be one."""
         if not (_LEAST_MS <= y_ms <= _MOST_MS and float(x @ self.shape) > 0.0):
-            return float("nan")
+            return False
         self._x[self.count % _WINDOW], self._y[self.count % _WINDOW] = x, y_ms
         self.count += 1
         if self.count <= _REFIT_EACH or self.count % _REFIT_EVERY == 0:
             self._fit()
-        expected = float(x @ self._weights)
-        room = 3.0 * self.spread * expected
-        return min(max(y_ms, expected - room), expected + room)
+        return True
 
     def _fit(self) -> None:
         n = min(self.count, _WINDOW)
@@ -134,14 +125,13 @@ class StepTime:
     """Step time from tokens verified, KV read, passes and tokens drafted, and KV caught up."""
 
     def __init__(self) -> None:
-        # Against one token: 32 tokens 1.5x (CPU 1.7x, GPU 1.1x), 4096 tokens of KV another .2x,
-        # and 32 places that only fill rows up to the longest hardly anything.
-        self.verify = Line((1.0, 0.5, 0.2, 0.02), (0.3, 0.3, 0.2, 0.1))
+        # Against a step of no tokens 32 take another .5x (CPU .7x, GPU .1x).
+        self.verify = Line((1.0, 0.5), (0.3, 0.3))
         self.overhead = Line((0.04, 0.02), (0.05, 0.03))
         # Against a verified token: a pass of the draft model, a token in it, a token caught up.
         self.draft = Line((0.06, 0.003, 0.002), (0.06, 0.003, 0.002))
         self.ngram_token_ms = 0.0
-        self._ratio = np.zeros((2, len(_EDGES)))
+        self.curve = Curve()
         self._surprise = np.zeros((2, 2))
 
     def observe(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
@@ -151,13 +141,13 @@ class StepTime:
         passes = (float(outcome.draft_depth), drafted, catch_up_tokens)
         self._compare(outcome, pads, passes)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
-            kv = outcome.kv_tokens / KV_UNIT
-            x = np.array([1.0, tokens / TOKENS_UNIT, kv, pads / TOKENS_UNIT])
-            believed = self.verify.add(x, outcome.verify_ms)
-            if math.isfinite(believed):
-                self._add_ratio(tokens, believed / max(float(x @ self.verify.weights()), 1e-9))
+            x = np.array([1.0, tokens / TOKENS_UNIT])
+            if _LEAST_MS <= outcome.verify_ms <= _MOST_MS:
+                kv = outcome.kv_tokens / KV_UNIT
+                alone_ms = self.curve.add(tokens, kv, pads / TOKENS_UNIT, outcome.verify_ms)
+                self.verify.add(x, alone_ms)
             rest = outcome.step_ms - outcome.verify_ms - float(outcome.draft_ms.sum())
-            self.overhead.add(x[:2], max(rest, 1e-3 * outcome.verify_ms))
+            self.overhead.add(x, max(rest, 1e-3 * outcome.verify_ms))
         if outcome.draft_depth > 0 and drafted > 0:
             self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))
         looked_up = float(outcome.drafted_k[outcome.proposer == NGRAM].sum())
@@ -172,7 +162,7 @@ class StepTime:
 
         passes: of the draft model; tokens drafted in them; tokens caught up.
         """
-        if outcome.prefill_tokens or not self.verify.count or not outcome.padded_tokens:
+        if outcome.prefill_tokens or not self.started or not outcome.padded_tokens:
             return
         if not _LEAST_MS <= outcome.step_ms <= _MOST_MS:
             return
@@ -197,53 +187,50 @@ class StepTime:
         return math.exp(drafting - plain)
 
     @property
+    def started(self) -> bool:
+        """Say whether any step has been seen; before that times have no unit."""
+        return self.curve.reach[1] > 0.0
+
+    @property
     def taught(self) -> Array:
         """Return the token counts, in steps of a coarse scale, at which steps taught the curve."""
-        counts: Array = _EDGES[self._ratio[1] > 0.0]
+        counts: Array = EDGES[self.curve.seen > 0.0]
         return counts
-
-    def _add_ratio(self, tokens: float, ratio: float) -> None:
-        log = math.log(tokens)
-        place = min(bisect_left(_LOG_EDGE_OF, log), len(_EDGES) - 1)
-        if place and log - _LOG_EDGE_OF[place - 1] <= _LOG_EDGE_OF[place] - log:
-            place -= 1
-        self._ratio[:, place] *= _RATIO_DISCOUNT
-        self._ratio[:, place] += (math.log(min(max(ratio, 0.25), 4.0)), 1.0)
 
     def verify_ms(self, tokens: Array, kv_tokens: float) -> Array:
         """Return the time of a step of so many tokens, f64, rising and above 0 as they rise."""
-        fixed, per_token, per_kv, _ = self.verify.weights().tolist()
-        line = per_token / TOKENS_UNIT * tokens + (fixed + per_kv * kv_tokens / KV_UNIT)
-        ratio = self._ratio[0] / (_RATIO_PRIOR + self._ratio[1])
-        known = int(tokens.searchsorted(_EDGES[-1]))
-        line[:known] *= np.exp(np.interp(np.log(tokens[:known]), _LOG_EDGES, ratio))
-        line[known:] *= np.exp(ratio[-1])
+        line = self._alone_ms(tokens)
+        line += self.curve.unit_ms * self.curve.kv * kv_tokens / KV_UNIT
         host, host_token = self.overhead.weights(self._scale()).tolist()
         line += host_token / TOKENS_UNIT * tokens + host
-        return np.maximum.accumulate(np.maximum(line, 1e-6))
+        rising: Array = np.maximum.accumulate(np.maximum(line, 1e-6))
+        return rising
+
+    def _alone_ms(self, tokens: Array) -> Array:
+        """Return what tokens take without KV: by the curve, beyond all that was seen by the line
+        from its ends.
+        """  # noqa: D205
+        fixed, per_token = self.verify.weights().tolist()
+        inside = tokens.clip(*self.curve.reach) if self.started else tokens
+        line = fixed + per_token / TOKENS_UNIT * tokens
+        anchor = np.maximum(fixed + per_token / TOKENS_UNIT * inside, 1e-9)
+        took: Array = self.curve.ms(inside) * (line / anchor)
+        return took
 
     def verify_one_ms(self, tokens: float, kv_tokens: float) -> float:
         """Return `verify_ms` of one number of tokens, 1 or more, without arrays."""
-        fixed, per_token, per_kv, _ = self.verify.weights().tolist()
-        line = per_token / TOKENS_UNIT * tokens + (fixed + per_kv * kv_tokens / KV_UNIT)
+        fixed, per_token = self.verify.weights().tolist()
+        low, high = self.curve.reach
+        inside = min(max(tokens, low), high) if self.started else tokens
+        line = self.curve.one_ms(inside) * (fixed + per_token / TOKENS_UNIT * tokens)
+        line /= max(fixed + per_token / TOKENS_UNIT * inside, 1e-9)
+        line += self.curve.unit_ms * self.curve.kv * kv_tokens / KV_UNIT
         host, host_token = self.overhead.weights(self._scale()).tolist()
-        line *= math.exp(self._log_ratio(tokens))
         return max(float(line + host_token / TOKENS_UNIT * tokens + host), 1e-6)
-
-    def _log_ratio(self, tokens: float) -> float:
-        """Return the table's log ratio at a number of tokens, between two edges in their log."""
-        at = bisect_right(_EDGE_OF, tokens) - 1
-        sums, counts = self._ratio[:, at : at + 2].tolist()
-        low = sums[0] / (_RATIO_PRIOR + counts[0])
-        if at + 1 == len(_EDGES):
-            return float(low)
-        high = sums[1] / (_RATIO_PRIOR + counts[1])
-        start, end = _LOG_EDGE_OF[at : at + 2]
-        return float(low + (high - low) * (math.log(tokens) - start) / (end - start))
 
     def pad_ms(self) -> float:
         """Return what each token takes by which a row is shorter than the longest."""
-        return float(self.verify.weights()[3]) / TOKENS_UNIT
+        return self.curve.unit_ms * self.curve.pad / TOKENS_UNIT
 
     def draft_ms(self) -> tuple[float, Array, float]:
         """Return what a pass of the draft model, each proposer's token, a caught-up token take."""
@@ -254,7 +241,7 @@ class StepTime:
         return a_pass, token_ms, catch_up
 
     def _scale(self) -> float:
-        return self.verify.scale or 1.0
+        return self.curve.unit_ms
 
     def state(self) -> dict[str, Array]:
         """Return everything that later prices depend on."""
@@ -263,14 +250,14 @@ class StepTime:
             "overhead": self.overhead.state(),
             "draft": self.draft.state(),
             "ngram_token_ms": np.asarray(self.ngram_token_ms),
-            "ratio": self._ratio.copy(),
             "surprise": self._surprise.copy(),
+            **self.curve.state(),
         }
 
     def load(self, state: Mapping[str, Array]) -> None:
         """Take a state from `state()`; raises ValueError where it does not fit."""
         missing = set(self.state()) - set(state)
-        if missing or np.shape(state["ratio"]) != self._ratio.shape:
+        if missing:
             raise ValueError("the cost state is incomplete or of another version")
         for name, line in (
             ("verify", self.verify),
@@ -279,7 +266,8 @@ class StepTime:
         ):
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])
-        self._ratio, self._surprise = np.array(state["ratio"]), np.array(state["surprise"])
+        self._surprise = np.array(state["surprise"])
+        self.curve.load(state)
 
 
 def _median(values: Array) -> float:

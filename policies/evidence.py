@@ -28,6 +28,29 @@ class Drafts:
     share: Array
 
 
+@dataclass(slots=True)
+class Draft:
+    """What a single draft showed; fields as in `Drafts`."""
+
+    row: int
+    proposer: int
+    match_tokens: int
+    accepted: int
+    seen: int
+    share: float
+
+
+def draft_of(outcome: StepOutcome, row: int, doubt: Array | None) -> Draft | None:
+    """Return what `drafts_of` does of an outcome of one row and no shadow; None without a draft."""
+    proposer, accepted = int(outcome.proposer[0]), int(outcome.accepted[0])
+    seen, share = int(outcome.verified_k[0]), 1.0
+    if doubt is not None and accepted == seen and np.isfinite(doubt[0]):
+        seen, share = seen + 1, float(doubt[0])
+    if seen <= 0 or row < 0 or not 0 < proposer < PROPOSERS:
+        return None
+    return Draft(row, proposer, int(outcome.match_tokens[0]), accepted, seen, share)
+
+
 def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | None) -> Drafts:
     """Collect the drafts of a step.
 

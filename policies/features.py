@@ -23,13 +23,13 @@ from parlay.policies.acceptance import (
     PRIOR_HAZARD,
     PRIOR_ROWS,
     REQUEST_DECAY,
-    REQUEST_STRENGTH,
     TASK_HALF_LIFE_ROWS,
     TASK_STRENGTH,
     channel_of,
 )
 from parlay.policies.allocate import HAZARD_CEILING
 from parlay.policies.cost import behind
+from parlay.policies.strength import REQUEST_STRENGTH
 from parlay.policies.types import (
     DRAFT_MODEL,
     MEDUSA,

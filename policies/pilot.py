@@ -11,6 +11,7 @@ token counts, and a task that begins to accept otherwise is forgotten faster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -126,6 +127,9 @@ class Pilot:
             self.core.acceptance.forget(task, proposer, rows)
             self.core.explorer.look_soon()
         at, known = self._places(outcome.request_id)
+        if len(at) == 1 and known is _ALL:
+            self._note_one(outcome)
+            return
         at, emitted = at[known], outcome.emitted[known].astype(float)
         old, pace = self._pace_ms[at], outcome.step_ms / np.maximum(emitted, 1.0)
         kept = _PACE_DECAY**emitted
@@ -134,6 +138,18 @@ class Pilot:
         drafted = outcome.drafted_k[known] > 0
         if drafted.any():
             self._waited[at] = np.where(drafted, 0, self._waited[at] + 1)
+
+    def _note_one(self, outcome: StepOutcome) -> None:
+        """Do what `observe` does at its end for a batch of one, whose arrays would be overhead."""
+        if (emitted := int(outcome.emitted[0])) > 0:
+            old, pace, kept = (
+                float(self._pace_ms[0]),
+                outcome.step_ms / emitted,
+                _PACE_DECAY**emitted,
+            )
+            self._pace_ms[0] = pace if math.isnan(old) else kept * old + (1.0 - kept) * pace
+        if outcome.drafted_k[0] > 0:
+            self._waited[0] = 0
 
     def _climb(self, view: BatchView, plan: Plan, weight: Array, price_ms: float) -> Plan:
         """Return `plan`, or a rung of the staircase where one is due."""

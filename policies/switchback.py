@@ -127,12 +127,18 @@ class Step:
 
 def plan_of(outcome: StepOutcome) -> int:
     """Return the step whose plan the decoding rows followed; -1 where none did."""
+    if len(outcome) == 1:
+        follows = outcome.plan_source[0] != int(PlanSource.DEFAULT) and outcome.emitted[0] > 0
+        return int(outcome.plan_step_id[0]) if follows else -1
     at = (outcome.plan_source != int(PlanSource.DEFAULT)) & (outcome.emitted > 0)
     return int(outcome.plan_step_id[at.argmax()]) if at.any() else -1
 
 
 def step_of(outcome: StepOutcome, ms: float) -> Step:
     """Return what the guard reads of an outcome; ms: its time, spikes cut."""
+    if len(outcome) == 1:
+        emitted, drafted = int(outcome.emitted[0]), bool(outcome.drafted_k[0])
+        return Step(float(emitted), ms, int(emitted != 0), drafted, outcome.prefill_tokens)
     rows = int(np.count_nonzero(outcome.emitted))
     tokens = float(outcome.emitted.sum()) / max(rows, 1)
     return Step(tokens, ms, rows, bool(outcome.drafted_k.any()), outcome.prefill_tokens)

@@ -122,7 +122,7 @@ class Watched:
                 weight = 1.0 if np.isnan(known) else _DRAFTING_WEIGHT
                 self.drafting_ms[proposer] = np.nan_to_num(known) * (1.0 - weight) + weight * told
         if outcome.prefill_tokens > _LONG_PROMPT_TOKENS:
-            if not self.step_time.verify.count:
+            if not self.step_time.started:
                 return
             left = np.array([max(outcome.padded_tokens - outcome.prefill_tokens, 1)])
             verify_ms = float(self.step_time.verify_ms(left, float(outcome.kv_tokens))[0])

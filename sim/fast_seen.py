@@ -11,8 +11,11 @@ from parlay.policies.watched import UNSEEN_SHARE
 from parlay.sim.fast import FastLoop
 
 _COLD = StepTime()
-_FIXED, _TOKEN = (_COLD.verify.shape[:2] + _COLD.overhead.shape).tolist()
-_KV = float(_COLD.verify.shape[2])
+_ENDS = np.array([1.0, TOKENS_UNIT])
+_ONE_MS, _UNIT_MS = _COLD.verify_ms(_ENDS, 0.0).tolist()
+_TOKEN = (_UNIT_MS - _ONE_MS) / (1.0 - 1.0 / TOKENS_UNIT)
+_FIXED = _ONE_MS - _TOKEN / TOKENS_UNIT
+_KV = float(_COLD.verify_ms(_ENDS, KV_UNIT)[0]) - _ONE_MS
 UNSEEN_PASS = float(_COLD.draft.shape[0])
 
 

@@ -124,6 +124,32 @@ def test_a_state_goes_on_as_if_nothing_had_happened() -> None:
     assert again.coefficients().tolist() == calibration.coefficients().tolist()
 
 
+@pytest.mark.parametrize("proposer", [*CALIBRATED, NGRAM])
+def test_a_row_alone_teaches_what_it_teaches_among_others(proposer: int) -> None:
+    rng, alone, among = np.random.default_rng(1), Calibration(), Calibration()
+    arrays = [
+        f.name for f in dataclasses.fields(StepOutcome) if f.name not in ("shadow", "draft_ms")
+    ]
+    for step in range(900):
+        outcome = outcome_of(rng, step, 0.3, proposer)[0]
+        outcome.confidences[0, 2] = (np.nan, 1.0, 0.5)[step % 3]
+
+        def rows(outcome: StepOutcome, some: slice) -> StepOutcome:
+            values = {name: getattr(outcome, name) for name in arrays}
+            cut: dict[str, Any] = {
+                name: v[some] for name, v in values.items() if isinstance(v, np.ndarray)
+            }
+            return dataclasses.replace(outcome, **cut)
+
+        alone.observe(rows(outcome, slice(1)))
+        idle = rows(outcome, slice(2))
+        idle.verified_k[1] = 0
+        among.observe(idle)
+    assert (alone.coefficients() != [1.0, 0.0]).any() == (proposer != NGRAM)
+    for name, array in alone.state().items():
+        assert array == pytest.approx(among.state()[name], rel=1e-4, abs=1e-6), name
+
+
 def test_a_state_of_the_draft_model_alone_is_taken() -> None:
     """As it was kept before heads had a line."""
     calibration, again = mixed(), mixed()

@@ -61,7 +61,7 @@ def test_twenty_thousand_steady_steps_ring_hardly_ever(kind: str, rows: int) -> 
     steps = 20_000 if rows < 48 else 5_000
     found = watched(Process(STEADY[kind], rows, seed=5, tasks=min(rows, 4)), steps)
     print(f"{kind}, {rows} rows: {found}")
-    assert found <= (2 if kind == "heavy-tailed" else 1)
+    assert found <= 1
 
 
 def switching(hears: bool, rows: int, seed: int) -> tuple[float, int]:
@@ -86,12 +86,12 @@ def switching(hears: bool, rows: int, seed: int) -> tuple[float, int]:
     return float(np.mean(off)), policy.changes.found_in_all
 
 
-@pytest.mark.parametrize(("rows", "most"), [(2, 1.05), (8, 0.9)])
-def test_a_switching_process_is_followed_faster(rows: int, most: float) -> None:
+@pytest.mark.parametrize(("rows", "most", "least"), [(2, 1.05, 1), (8, 0.88, 5)])
+def test_a_switching_process_is_followed_faster(rows: int, most: float, least: int) -> None:
     hears, found = switching(True, rows, seed=1)
     deaf, unheard = switching(False, rows, seed=1)
     print(f"{rows} rows: {hears:.3f} against {deaf:.3f}, {found} changes")
-    assert found >= 3
+    assert found >= least
     assert unheard == 0
     assert hears < most * deaf
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.policies.synthetic import Machine
 
-from parlay.policies.cost import _EDGES, KV_UNIT, TOKENS_UNIT, Line, StepTime, _median
+from parlay.policies.cost import KV_UNIT, TOKENS_UNIT, Line, StepTime, _median
+from parlay.policies.cost_curve import EDGES, Curve
 from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome, no_shadows
 
 
@@ -170,12 +171,43 @@ def test_the_median_is_numpys(values: list[float]) -> None:
 
 
 def test_each_step_counts_for_the_edge_that_is_nearest_in_its_log() -> None:
-    model = StepTime()
     for tokens in range(1, 700):
-        model._ratio[:] = 0.0
-        model._add_ratio(float(tokens), 1.0)
-        nearest = np.abs(np.log(_EDGES) - math.log(tokens)).argmin()
-        assert np.flatnonzero(model._ratio[1]).tolist() == [nearest], tokens
+        curve = Curve()
+        curve.add(float(tokens), 0.0, 0.0, 10.0)
+        nearest = np.abs(np.log(EDGES) - math.log(tokens)).argmin()
+        assert np.flatnonzero(curve.seen).tolist() == [nearest], tokens
+
+
+def cpu_ms(tokens: int) -> float:
+    """Return what a pass took that is bound by memory up to 16 tokens and by arithmetic beyond."""
+    return 7.0 + 0.34 * tokens if tokens <= 16 else 12.4 + 0.67 * (tokens - 16)
+
+
+def test_a_knee_beyond_all_that_was_seen_is_found_in_five_steps() -> None:
+    model, rng = StepTime(), np.random.default_rng(1)
+    for _ in range(200):
+        tokens = int(rng.integers(1, 17))
+        model.observe(outcome_of(tokens, 1000, cpu_ms(tokens) * rng.lognormal(0, 0.03)), 0.0)
+    assert model.verify_ms(np.array([56]), 1000.0)[0] < 0.75 * cpu_ms(56)  # nobody could know
+    for tokens in (48, 60, 55, 58, 50):
+        model.observe(outcome_of(tokens, 1000, cpu_ms(tokens) * rng.lognormal(0, 0.03)), 0.0)
+    seen = np.array([13, 48, 56, 64])
+    true = [cpu_ms(int(t)) + 1.0 for t in seen]
+    assert model.verify_ms(seen, 1000.0) == pytest.approx(true, rel=0.1)
+
+
+def test_a_machine_that_slows_down_for_good_is_followed_and_one_that_jolts_is_not() -> None:
+    model = StepTime()
+    for _ in range(200):
+        model.observe(outcome_of(8, 1000, 10.0), 0.0)
+    before = model.verify_ms(np.array([8]), 1000.0)[0]
+    for _ in range(3):
+        model.observe(outcome_of(8, 1000, 40.0), 0.0)
+        model.observe(outcome_of(8, 1000, 10.0), 0.0)
+    assert model.verify_ms(np.array([8]), 1000.0)[0] == pytest.approx(before, rel=0.1)
+    for _ in range(16):
+        model.observe(outcome_of(8, 1000, 20.0), 0.0)
+    assert model.verify_ms(np.array([8]), 1000.0)[0] == pytest.approx(21.0, rel=0.1)
 
 
 def test_a_line_is_the_ridge_solution_on_clean_data() -> None:
@@ -183,7 +215,7 @@ def test_a_line_is_the_ridge_solution_on_clean_data() -> None:
     true = np.array([20.0, 15.0, 3.0])
     for _ in range(96):
         x = np.array([1.0, rng.uniform(0, 64) / TOKENS_UNIT, rng.uniform(0, 4096) / KV_UNIT])
-        assert line.add(x, float(x @ true)) > 0
+        assert line.add(x, float(x @ true))
     assert line.weights() == pytest.approx(true, rel=0.03)
 
 

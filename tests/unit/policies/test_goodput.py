@@ -107,7 +107,7 @@ def test_k_shrinks_as_the_batch_grows() -> None:
 
 def test_tries_are_blocks_of_the_batch_and_their_cost_is_bounded() -> None:
     policy = goodput()
-    played = play(policy, ["hostile"] * 16, 600)
+    played = play(policy, ["hostile"] * 16, 1600)
     tries = [int((plan.reason == Reason.EXPLORE).sum()) for plan in played.plans]
     at = np.flatnonzero(tries)
     assert len(at)
