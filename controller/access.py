@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from typing import Any
 
 import grpc
 
+from parlay.controller.seldom import Seldom
 from parlay.controller.tls import ServerTls
 from parlay.controller.tokens import Tokens
 from parlay.protos.credentials import bearer, is_private
 
 CALLER: ContextVar[Mapping[str, str]] = ContextVar("caller", default={})  # noqa: B039
 """Who makes the call that this task serves: `token`: its name, `certificate`: its name."""
-SAY_S = 1.0
-"""Refusals are said in the log no more often."""
 log = logging.getLogger("parlay.controller")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -106,7 +104,7 @@ class Access(grpc.aio.ServerInterceptor):
     """Lets calls of every method through a door, or ends them; streams again as tokens change."""
 
     def __init__(self, door: Door) -> None:
-        self._door, self._said_s = door, -SAY_S
+        self._door, self._seldom = door, Seldom()
 
     async def intercept_service(
         self,
@@ -170,9 +168,7 @@ class Access(grpc.aio.ServerInterceptor):
 
     def _say(self, method: str, peer: str, error: Exception) -> None:
         self._door.refused += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= SAY_S:
-            self._said_s = now_s
+        if self._seldom.due() is not None:
             log.warning(
                 "call refused method=%s peer=%s reason=%r refused_so_far=%d",
                 *(method, peer, str(error), self._door.refused),

@@ -5,6 +5,7 @@ Pure: structs in, structs out. Whoever calls it does so from one thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from itertools import count
 from time import perf_counter
@@ -16,7 +17,14 @@ from parlay.controller.observatory import Observatory
 from parlay.controller.session import Counts, Session, spec_of
 from parlay.controller.standing import UnknownEngine
 from parlay.policies.types import BatchView, Plan, StepOutcome
-from parlay.protos.codec import PROTOCOL_VERSION, Hello, StepReport, Welcome
+from parlay.protos.codec import (
+    PROTOCOL_VERSION,
+    HalfReport,
+    Hello,
+    StepReport,
+    Unread,
+    Welcome,
+)
 
 __all__ = ["Counts", "Full", "Host", "Session", "Superseded", "UnknownEngine", "UnknownVersion"]
 
@@ -98,54 +106,71 @@ class Host:
         last = session.last_outcome if session.last_outcome >= 0 else None
         return session, Welcome(session.spec.name, resumed, last)
 
-    def report(self, session: Session, stream: int, report: StepReport) -> Plan | None:
+    def report(self, session: Session, stream: int, report: StepReport | HalfReport) -> Plan | None:
         """Decide on the view, None: there is nothing to decide, and learn from the outcome.
 
         Learns first, or, where that may wait, in `settle`, which is called once the plan is out.
+        Raises ValueError where the outcome is malformed, and another stream has not taken over.
         """
         if session.stream != stream:
             raise Superseded("another stream said hello with this engine id")
-        if report.outcome is not None and self._counts(session, report.outcome):
-            session.put_off = report.outcome
-            if not self._may_wait(session, report):
-                self.settle(session)
-        return None if report.view is None else self._decided(session, report.view)
+        outcome, view = report.outcome, report.view
+        if outcome is not None:
+            waits = view is not None and self._may_wait(session, outcome.step_id)
+            if isinstance(outcome, Unread) and not waits:
+                outcome = outcome.read()
+            if self._counts(session, outcome.step_id):
+                session.put_off = outcome
+                if not waits:
+                    self.settle(session)
+        return None if view is None else self._decided(session, view)
 
     def settle(self, session: Session) -> None:
-        """Learn from what was put off, if anything was."""
+        """Learn from what was put off, if anything was; raises ValueError where it is malformed."""
         outcome, session.put_off = session.put_off, None
+        if isinstance(outcome, Unread):
+            try:
+                outcome = outcome.read()
+            except ValueError:
+                session.counts.outcomes -= 1
+                session.counts.ignored_outcomes += 1
+                raise
         if outcome is not None:
             self._learn(session, outcome)
 
     def observe(self, session: Session, outcome: StepOutcome) -> bool:
         """Learn from an outcome once; False where it is repeated or out of order."""
-        self.settle(session)
-        new = self._counts(session, outcome)
+        new = self._counts(session, outcome.step_id)
         if new:
             self._learn(session, outcome)
         return new
 
     def decide(self, session: Session, view: BatchView) -> Plan | None:
         """Return a plan for a view that is newer than the last; None for any other."""
-        self.settle(session)
+        self._settle_before(session)
         return self._decided(session, view)
 
-    def _counts(self, session: Session, outcome: StepOutcome) -> bool:
-        if outcome.step_id <= session.last_outcome:
-            session.counts.ignored_outcomes += 1
-            return False
-        self.settle(session)
-        session.last_outcome = outcome.step_id
-        session.counts.outcomes += 1
-        return True
+    def _settle_before(self, session: Session) -> None:
+        """Settle on behalf of who did not send it: that it is malformed is counted, not raised."""
+        with contextlib.suppress(ValueError):
+            self.settle(session)
 
-    def _may_wait(self, session: Session, report: StepReport) -> bool:
+    def _counts(self, session: Session, step_id: int) -> bool:
+        """Say whether an outcome is new, and count it."""
+        self._settle_before(session)
+        new = step_id > session.last_outcome
+        if new:
+            session.last_outcome = step_id
+            session.counts.outcomes += 1
+        else:
+            session.counts.ignored_outcomes += 1
+        return new
+
+    def _may_wait(self, session: Session, step_id: int) -> bool:
         """Say whether learning may come after the decision: only of a step that was decided."""
         return (
             self.late
-            and report.view is not None
-            and report.outcome is not None
-            and report.outcome.step_id == session.last_view
+            and step_id == session.last_view
             and not session.trials
             and bool(getattr(session.policy, "learns_late", False))
         )
@@ -194,7 +219,7 @@ class Host:
 
     def leave(self, session: Session, stream: int) -> None:
         """Note that a stream has ended; what was learned stays."""
-        self.settle(session)
+        self._settle_before(session)
         if session.stream == stream:
             session.stream = 0
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from parlay.controller.access import SAY_S
+from parlay.controller.seldom import Seldom
 from parlay.controller.tokens import Tokens
 from parlay.protos.credentials import MOST_TOKEN, is_private
 
@@ -40,7 +39,7 @@ class PageDoor:
 
     def __init__(self, app: Any, tokens: Tokens) -> None:
         self.refused = 0
-        self._app, self._tokens, self._said_s = app, tokens, -SAY_S
+        self._app, self._tokens, self._seldom = app, tokens, Seldom()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -61,9 +60,7 @@ class PageDoor:
 
     def _say(self, scope: Any) -> None:
         self.refused += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= SAY_S:
-            self._said_s = now_s
+        if self._seldom.due() is not None:
             log.warning(
                 "page refused peer=%s path=%r refused_so_far=%d",
                 *((scope.get("client") or ("unknown",))[0], scope["path"], self.refused),

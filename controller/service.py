@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from parlay.controller.audit import Audit
 from parlay.controller.host import Full, Host, Session, Superseded, UnknownEngine, UnknownVersion
 from parlay.controller.listener import socket_path
 from parlay.controller.reflection import reflect
+from parlay.controller.seldom import Seldom
 from parlay.controller.tracing import Tracing
 from parlay.protos import codec
 from parlay.v1 import admin_pb2_grpc
@@ -39,6 +41,11 @@ OPTIONS = (
 ADMIN_OPTIONS = (("grpc.so_reuseport", 0),)
 MOST_CALLS = 1024
 """Calls and streams at a time on a listener; more are RESOURCE_EXHAUSTED before they are read."""
+
+
+_QUIET_TURNS, _MOST_TURNS = 4, 64
+"""Turns of the event loop without a report before one is learned from, and turns waited at most. A
+report that has come takes a few of them until it is read."""
 
 
 class Draining(ValueError):
@@ -67,6 +74,8 @@ class Servicer:
         self.draining = False
         self._cut = False
         self._open: set[asyncio.Task[Any]] = set()
+        self._reports, self._learning = 0, asyncio.Lock()
+        self._seldom: defaultdict[grpc.StatusCode, Seldom] = defaultdict(Seldom)
 
     def drain(self, grace_s: float) -> int:
         """Refuse new streams, cut the open ones after `grace_s`; return how many are open."""
@@ -103,7 +112,7 @@ class Servicer:
         try:
             with self._opened():
                 async for data in requests:
-                    request = codec.decode_request(data)
+                    request = codec.open_request(data)
                     if isinstance(request, codec.Bye):
                         return
                     if isinstance(request, codec.Hello):
@@ -112,20 +121,31 @@ class Servicer:
                     elif session is None:
                         raise ValueError("the first message on a stream must be a hello")
                     else:
+                        self._reports += 1
                         plan = self.host.report(session, stream, request)
                         if plan is not None:
                             yield codec.encode_response(plan)
                         if session.put_off is not None:
-                            # Other engines' plans first.
-                            await asyncio.sleep(0)
-                            self.host.settle(session)
+                            await self._settle(session)
                     if self.draining:
                         yield codec.encode_response(codec.Config(draining=True))
         except Exception as error:
-            await _abort(context, error)
+            await self._abort(context, error)
         finally:
             if session is not None:
                 self.host.leave(session, stream)
+
+    async def _settle(self, session: Session) -> None:
+        """Learn what was put off, one engine after the other and other engines' plans first."""
+        async with self._learning:
+            quiet, reports = 0, self._reports
+            for _ in range(_MOST_TURNS):
+                await asyncio.sleep(0)
+                quiet = quiet + 1 if reports == self._reports else 0
+                reports = self._reports
+                if quiet == _QUIET_TURNS:
+                    break
+            self.host.settle(session)
 
     async def decide(self, data: bytes, context: Context) -> bytes:
         """Serve one plan."""
@@ -137,7 +157,7 @@ class Servicer:
                 raise ValueError(f"step {view.step_id} is not above the last one decided")
             return codec.encode_decision(plan)
         except Exception as error:
-            await _abort(context, error)
+            await self._abort(context, error)
 
     async def report(self, data: bytes, context: Context) -> bytes:
         """Take one outcome."""
@@ -145,7 +165,24 @@ class Servicer:
             engine_id, outcome = codec.decode_report(data)
             return codec.encode_receipt(self.host.observe(self.host.session(engine_id), outcome))
         except Exception as error:
-            await _abort(context, error)
+            await self._abort(context, error)
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        """End the call with the status and the one line that fit the error."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        found = (code for kind, code in STATUS.items() if isinstance(error, kind))
+        code, text = next(found, grpc.StatusCode.INTERNAL), str(error) or type(error).__name__
+        left_out = self._seldom[code].due()
+        if left_out is not None:
+            failed = error if code is grpc.StatusCode.INTERNAL else None
+            log.log(
+                logging.WARNING if failed is None else logging.ERROR,
+                "call ended code=%s reason=%r others_since_last_said=%d",
+                *(code.name, text, left_out),
+                exc_info=failed,
+            )
+        await context.abort(code, text)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of PolicyService, on bytes: the codec says better what is wrong."""
@@ -155,19 +192,6 @@ class Servicer:
             "Report": grpc.unary_unary_rpc_method_handler(self.report),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
-
-
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status and the one line that fit the error."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    code = next((c for kind, c in STATUS.items() if isinstance(error, kind)), None)
-    if code is None:
-        log.error("policy failed", exc_info=error)
-        code = grpc.StatusCode.INTERNAL
-    text = str(error) or type(error).__name__
-    log.warning("call ended code=%s reason=%r", code.name, text)
-    await context.abort(code, text)
 
 
 async def serve(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from parlay.controller.heard import Waiting
 from parlay.policies.policy import EngineLimits, Policy, make_policy
 from parlay.policies.types import StepOutcome
+from parlay.protos.codec import Unread
 
 if TYPE_CHECKING:
     from parlay.controller.trial import Trial
@@ -48,7 +49,7 @@ class Session:
 
     trials: candidates beside the policy, empty most of the time; kept: policies that were active
     before, as they were left; plans_before: plans that were not made by `policy`; put_off: an
-    outcome that is to be learned from once its engine has its plan.
+    outcome that is to be read and learned from once its engine has its plan.
     """
 
     policy: Policy
@@ -65,7 +66,7 @@ class Session:
     kept: dict[Spec, Policy] = field(default_factory=dict)
     plans_before: int = 0
     state_version: int = 0
-    put_off: StepOutcome | None = None
+    put_off: StepOutcome | Unread | None = None
 
     def restart(self, run_id: int) -> None:
         """Begin a new run of step ids; what was learned stays."""

@@ -27,7 +27,6 @@ from parlay.engine.stats_hub import RequestStats, StatsHub, Step, TooMany
 from parlay.protos import messages as m
 from parlay.protos.credentials import from_environment
 from parlay.v1 import stats_pb2 as pb
-from parlay.wire.v1 import policy_pb2 as raw_policy
 from parlay.wire.v1 import stats_pb2 as raw
 
 __all__ = ["StatsHub", "StatsServer", "serve_stats"]
@@ -192,12 +191,12 @@ def _response(engine_id: str, step: Step, lost_steps: int) -> bytes:
     if not step.message:
         message = raw.WatchStatsResponse(
             engine_id=engine_id,
-            report=raw_policy.StepReport(
-                outcome=m.outcome_message(step.outcome), view=m.view_message(step.view)
-            ),
-            plan=None if step.plan is None else m.plan_message(step.plan),
             counters=pb.EngineCounters(**dataclasses.asdict(step.counters)),
         )
+        m.write_outcome(message.report.outcome, step.outcome)
+        m.write_view(message.report.view, step.view)
+        if step.plan is not None:
+            m.write_plan(message.plan, step.plan)
         step.message = message.SerializeToString()
     # Messages written one after the other are one message with the fields of both.
     return step.message + raw.WatchStatsResponse(lost_steps=lost_steps).SerializeToString()

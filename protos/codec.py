@@ -52,6 +52,26 @@ class StepReport:
 
 
 @dataclass(slots=True, frozen=True)
+class Unread:
+    """The outcome of a report, of which nothing was read yet but its step."""
+
+    step_id: int
+    data: bytes
+
+    def read(self) -> StepOutcome:
+        """Read the rest; raises ValueError where it is malformed or impossible."""
+        return _decode(self.data, "SteerRequest", _read_outcome_of)
+
+
+@dataclass(slots=True, frozen=True)
+class HalfReport:
+    """A StepReport whose view was read: a plan is made from that, and is waited for."""
+
+    outcome: Unread
+    view: BatchView
+
+
+@dataclass(slots=True, frozen=True)
 class Bye:
     """The engine leaves in good order."""
 
@@ -83,7 +103,12 @@ Decoded = TypeVar("Decoded")
 def encode_request(request: Request) -> bytes:
     """Return a SteerRequest."""
     if isinstance(request, StepReport):
-        message = raw.SteerRequest(step_report=_report_message(request))
+        message = raw.SteerRequest()
+        message.step_report.SetInParent()
+        if request.outcome is not None:
+            m.write_outcome(message.step_report.outcome, request.outcome)
+        if request.view is not None:
+            m.write_view(message.step_report.view, request.view)
     elif isinstance(request, Hello):
         message = raw.SteerRequest(hello=_hello_message(request))
     else:
@@ -96,10 +121,16 @@ def decode_request(data: bytes) -> Request:
     return _decode(data, "SteerRequest", _read_request)
 
 
+def open_request(data: bytes) -> Request | HalfReport:
+    """Read a SteerRequest as `decode_request` does, of a report with both parts only the view."""
+    return _decode(data, "SteerRequest", lambda message, read: _open_request(data, message, read))
+
+
 def encode_response(response: Response) -> bytes:
     """Return a SteerResponse."""
     if isinstance(response, Plan):
-        message = raw.SteerResponse(plan_update=raw.PlanUpdate(plan=m.plan_message(response)))
+        message = raw.SteerResponse()
+        m.write_plan(message.plan_update.plan, response)
     elif isinstance(response, Welcome):
         welcome = typed.Welcome(
             protocol_version=response.protocol_version,
@@ -120,7 +151,8 @@ def decode_response(data: bytes) -> Response | None:
 
 def encode_decide(hello: Hello, view: BatchView) -> bytes:
     """Return a DecideRequest."""
-    message = raw.DecideRequest(hello=_hello_message(hello), view=m.view_message(view))
+    message = raw.DecideRequest(hello=_hello_message(hello))
+    m.write_view(message.view, view)
     return bytes(message.SerializeToString())
 
 
@@ -131,7 +163,9 @@ def decode_decide(data: bytes) -> tuple[Hello, BatchView]:
 
 def encode_decision(plan: Plan) -> bytes:
     """Return a DecideResponse."""
-    return bytes(raw.DecideResponse(plan=m.plan_message(plan)).SerializeToString())
+    message = raw.DecideResponse()
+    m.write_plan(message.plan, plan)
+    return bytes(message.SerializeToString())
 
 
 def decode_decision(data: bytes) -> Plan:
@@ -141,7 +175,8 @@ def decode_decision(data: bytes) -> Plan:
 
 def encode_report(engine_id: str, outcome: StepOutcome) -> bytes:
     """Return a ReportRequest."""
-    message = raw.ReportRequest(engine_id=engine_id, outcome=m.outcome_message(outcome))
+    message = raw.ReportRequest(engine_id=engine_id)
+    m.write_outcome(message.outcome, outcome)
     return bytes(message.SerializeToString())
 
 
@@ -169,13 +204,6 @@ def _hello_message(hello: Hello) -> typed.Hello:
     )
 
 
-def _report_message(report: StepReport) -> raw.StepReport:
-    return raw.StepReport(
-        outcome=None if report.outcome is None else m.outcome_message(report.outcome),
-        view=None if report.view is None else m.view_message(report.view),
-    )
-
-
 def _decode(data: bytes, name: str, read_message: Callable[[Any, c.Read], Decoded]) -> Decoded:
     """Read through the twin schema, or the typed one where a column's length is not its count's."""
     try:
@@ -187,14 +215,32 @@ def _decode(data: bytes, name: str, read_message: Callable[[Any, c.Read], Decode
         raise ValueError(f"the message is no parlay.v1.{name}") from None
 
 
+def _open_request(data: bytes, message: Any, read: c.Read) -> Request | HalfReport:
+    report = message.step_report
+    if not (report.HasField("outcome") and report.HasField("view")):
+        return _read_request(message, read)
+    view, step_id = m.read_view(report.view, read), report.outcome.step_id
+    _check_order(step_id, view)
+    return HalfReport(Unread(step_id, data), view)
+
+
+def _read_outcome_of(message: Any, read: c.Read) -> StepOutcome:
+    return m.read_outcome(message.step_report.outcome, read)
+
+
+def _check_order(outcome_step_id: int, view: BatchView) -> None:
+    if outcome_step_id >= view.step_id:
+        raise ValueError("the outcome's step must be before the view's")
+
+
 def _read_request(message: Any, read: c.Read) -> Request:
     kind = message.WhichOneof("message")
     if kind == "step_report":
         report = message.step_report
         outcome = m.read_outcome(report.outcome, read) if report.HasField("outcome") else None
         view = m.read_view(report.view, read) if report.HasField("view") else None
-        if outcome is not None and view is not None and outcome.step_id >= view.step_id:
-            raise ValueError("the outcome's step must be before the view's")
+        if outcome is not None and view is not None:
+            _check_order(outcome.step_id, view)
         return StepReport(outcome, view)
     if kind == "hello":
         return _read_hello(message.hello)

@@ -1,7 +1,7 @@
 """BatchView, Plan and StepOutcome <-> messages, whose columns are checked as they are read.
 
-Writing makes messages of the twin schema `parlay.wire.v1`; reading takes those of either, with the
-`Read` that fits them.
+Writing fills messages of the twin schema `parlay.wire.v1`, in their places: a part that is made
+first is copied. Reading takes those of either, with the `Read` that fits them.
 """
 
 from __future__ import annotations
@@ -27,119 +27,94 @@ from parlay.policies.types import (
     no_shadows,
 )
 from parlay.protos import columns as c
-from parlay.v1 import policy_pb2 as typed
 from parlay.wire.v1 import policy_pb2 as raw
 
 MAX_ROWS = 4096
 MAX_SHADOW_ROWS = 4 * MAX_ROWS
 MAX_EDGES = 1024
 MATCH_BUCKETS = len(MATCH_EDGES) + 1
+_STOP_KINDS = frozenset(StopKind)
 
 
-def view_message(view: BatchView) -> raw.BatchView:
-    """Return the view as a message."""
-    return raw.BatchView(
-        rows=len(view),
-        step_id=view.step_id,
-        running=view.running,
-        waiting=view.waiting,
-        free_blocks=view.free_blocks,
-        total_blocks=view.total_blocks,
-        kv_tokens=view.kv_tokens,
-        bucket_edge_count=len(view.bucket_edges),
-        bucket_edges=c.write(view.bucket_edges, c.EDGES),
-        **c.write_columns(view, c.VIEW, len(view)),
-    )
+def write_view(message: raw.BatchView, view: BatchView) -> None:
+    """Write the view into a message that is empty."""
+    message.rows = len(view)
+    message.step_id = view.step_id
+    message.running = view.running
+    message.waiting = view.waiting
+    message.free_blocks = view.free_blocks
+    message.total_blocks = view.total_blocks
+    message.kv_tokens = view.kv_tokens
+    message.bucket_edge_count = len(view.bucket_edges)
+    message.bucket_edges = c.write(view.bucket_edges, c.EDGES)
+    c.write_columns(message, view, c.VIEW, len(view))
 
 
-def outcome_message(outcome: StepOutcome) -> raw.StepOutcome:
-    """Return the outcome as a message."""
+def write_outcome(message: raw.StepOutcome, outcome: StepOutcome) -> None:
+    """Write the outcome into a message that is empty; raises ValueError where lengths differ."""
     rows, depth = outcome.confidences.shape
     if rows != len(outcome):
         raise ValueError(f"confidences has {rows} rows, not {len(outcome)}")
-    shadow = None
-    if len(outcome.shadow):
-        shadow = raw.ShadowRows(
-            rows=len(outcome.shadow),
-            **c.write_columns(outcome.shadow, c.SHADOW, len(outcome.shadow)),
-        )
-    return raw.StepOutcome(
-        rows=len(outcome),
-        step_id=outcome.step_id,
-        padded_tokens=outcome.padded_tokens,
-        prefill_tokens=outcome.prefill_tokens,
-        kv_tokens=outcome.kv_tokens,
-        draft_depth=outcome.draft_depth,
-        verify_ms=outcome.verify_ms,
-        step_ms=outcome.step_ms,
-        draft_ms=c.write(outcome.draft_ms, c.DRAFT_MS),
-        k_columns=depth,
-        confidences=c.write(outcome.confidences, c.CONFIDENCES),
-        shadow=shadow,
-        **c.write_columns(outcome, c.OUTCOME, len(outcome)),
-    )
+    message.rows = rows
+    message.step_id = outcome.step_id
+    message.padded_tokens = outcome.padded_tokens
+    message.prefill_tokens = outcome.prefill_tokens
+    message.kv_tokens = outcome.kv_tokens
+    message.draft_depth = outcome.draft_depth
+    message.verify_ms = outcome.verify_ms
+    message.step_ms = outcome.step_ms
+    message.draft_ms = c.write(outcome.draft_ms, c.DRAFT_MS)
+    message.k_columns = depth
+    message.confidences = c.write(outcome.confidences, c.CONFIDENCES)
+    c.write_columns(message, outcome, c.OUTCOME, rows)
+    if shadows := len(outcome.shadow):
+        message.shadow.rows = shadows
+        c.write_columns(message.shadow, outcome.shadow, c.SHADOW, shadows)
 
 
-def plan_message(plan: Plan) -> raw.Plan:
-    """Return the plan as a message."""
-    calibration = None
-    if plan.calibration is not None:
-        calibration = raw.Calibration(
-            slope=c.write(plan.calibration[:, 0], c.SLOPE),
-            offset=c.write(plan.calibration[:, 1], c.OFFSET),
-        )
-    defaults = None
-    if plan.defaults is not None:
-        defaults = raw.TaskDefaults(
-            rows=len(plan.defaults.task),
-            **c.write_columns(plan.defaults, c.DEFAULTS, len(plan.defaults.task)),
-        )
+def write_plan(message: raw.Plan, plan: Plan) -> None:
+    """Write the plan into a message that is empty."""
+    message.rows = len(plan)
+    message.step_id = plan.step_id
+    message.state_version = plan.state_version
+    message.policy_version = plan.policy_version
+    message.expires_after_steps = plan.expires_after_steps
+    message.token_value_ms = plan.token_value_ms
+    message.marginal_token_price_ms = plan.marginal_token_price_ms
+    message.draft_token_price_ms = c.write(plan.draft_token_price_ms, c.PRICES)
+    if plan.budget_tokens != NO_BUDGET:
+        message.budget_tokens = plan.budget_tokens
     kind: Any = int(plan.stop_rule.kind)
-    return raw.Plan(
-        rows=len(plan),
-        step_id=plan.step_id,
-        state_version=plan.state_version,
-        policy_version=plan.policy_version,
-        expires_after_steps=plan.expires_after_steps,
-        token_value_ms=plan.token_value_ms,
-        marginal_token_price_ms=plan.marginal_token_price_ms,
-        draft_token_price_ms=c.write(plan.draft_token_price_ms, c.PRICES),
-        budget_tokens=None if plan.budget_tokens == NO_BUDGET else plan.budget_tokens,
-        stop_rule=typed.StopRule(kind=kind, threshold=plan.stop_rule.threshold),
-        calibration=calibration,
-        survival=_survival_message(plan.survival),
-        match_model=_match_message(plan),
-        defaults=defaults,
-        **c.write_columns(plan, c.PLAN, len(plan)),
-    )
+    message.stop_rule.kind = kind
+    message.stop_rule.threshold = plan.stop_rule.threshold
+    c.write_columns(message, plan, c.PLAN, len(plan))
+    if plan.calibration is not None:
+        message.calibration.slope = c.write(plan.calibration[:, 0], c.SLOPE)
+        message.calibration.offset = c.write(plan.calibration[:, 1], c.OFFSET)
+    if plan.survival is not None:
+        _write_survival(message.survival, plan.survival)
+    if plan.match_hazard is not None and plan.match_frailty is not None:
+        message.match_model.k_columns = plan.match_hazard.shape[1]
+        message.match_model.hazard = c.write(plan.match_hazard, c.HAZARD)
+        message.match_model.frailty = c.write(plan.match_frailty, c.FRAILTY)
+    if plan.defaults is not None:
+        message.defaults.rows = len(plan.defaults.task)
+        c.write_columns(message.defaults, plan.defaults, c.DEFAULTS, len(plan.defaults.task))
 
 
-def _survival_message(survival: Array | None) -> raw.Survival | None:
-    """Return the survivals of the proposers that have any: most of the array is zeros."""
-    if survival is None:
-        return None
-    there = survival.any(axis=(0, 2))
-    return raw.Survival(
-        k_columns=survival.shape[2],
-        proposer_mask=int((there << np.arange(PROPOSERS)).sum()),
-        values=c.write(survival[:, there], c.SURVIVAL),
-    )
-
-
-def _match_message(plan: Plan) -> raw.MatchModel | None:
-    if plan.match_hazard is None or plan.match_frailty is None:
-        return None
-    return raw.MatchModel(
-        k_columns=plan.match_hazard.shape[1],
-        hazard=c.write(plan.match_hazard, c.HAZARD),
-        frailty=c.write(plan.match_frailty, c.FRAILTY),
-    )
+def _write_survival(message: raw.Survival, survival: Array) -> None:
+    """Write the survivals of the proposers that have any: most of the array is zeros."""
+    there = np.flatnonzero(survival.any(axis=(0, 2))).tolist()
+    message.k_columns = survival.shape[2]
+    message.proposer_mask = sum(1 << proposer for proposer in there)
+    message.values = c.write(survival[:, there], c.SURVIVAL)
 
 
 def read_view(message: Any, read: c.Read) -> BatchView:
     """Read a view; raises ValueError where it is malformed or impossible."""
     rows = _rows(message, MAX_ROWS)
-    edges = read(message, c.EDGES, _at_most("bucket edges", message.bucket_edge_count, MAX_EDGES))
+    count = _at_most("bucket edges", message.bucket_edge_count, MAX_EDGES)
+    edges = c.read_column(read, message, c.EDGES, count)
     if len(edges) > 1 and (np.diff(edges) <= 0).any():
         raise ValueError("bucket_edges must rise")
     columns = c.read_columns(read, message, c.VIEW, rows)
@@ -168,13 +143,13 @@ def read_outcome(message: Any, read: c.Read) -> StepOutcome:
         raise ValueError("verified_k must not be above drafted_k")
     return StepOutcome(
         **columns,
-        confidences=read(message, c.CONFIDENCES, rows * depth).reshape(rows, depth),
+        confidences=c.read_column(read, message, c.CONFIDENCES, rows * depth).reshape(rows, depth),
         shadow=_read_shadow(message, read),
         step_id=_step_id(message.step_id),
         padded_tokens=message.padded_tokens,
         prefill_tokens=message.prefill_tokens,
         kv_tokens=message.kv_tokens,
-        draft_ms=read(message, c.DRAFT_MS, PROPOSERS),
+        draft_ms=c.read_column(read, message, c.DRAFT_MS, PROPOSERS),
         draft_depth=message.draft_depth,
         verify_ms=_duration("verify_ms", message.verify_ms),
         step_ms=_duration("step_ms", message.step_ms),
@@ -193,7 +168,7 @@ def read_plan(message: Any, read: c.Read) -> Plan:
         defaults=_read_defaults(message, read),
         token_value_ms=message.token_value_ms,
         marginal_token_price_ms=message.marginal_token_price_ms,
-        draft_token_price_ms=read(message, c.PRICES, PROPOSERS),
+        draft_token_price_ms=c.read_column(read, message, c.PRICES, PROPOSERS),
         budget_tokens=message.budget_tokens if message.HasField("budget_tokens") else NO_BUDGET,
         stop_rule=_read_stop_rule(message),
         calibration=_read_calibration(message, read),
@@ -217,10 +192,12 @@ def _read_survival(message: Any, read: c.Read, rows: int) -> Array | None:
     part = message.survival
     depth = _depth(part)
     mask = _at_most("survival's proposer_mask", part.proposer_mask, (1 << PROPOSERS) - 1)
-    there = np.flatnonzero(mask >> np.arange(PROPOSERS) & 1)
+    there = [p for p in range(PROPOSERS) if mask >> p & 1]
     survival = np.zeros((rows, PROPOSERS, depth), np.float32)
-    values = read(part, c.SURVIVAL, rows * len(there) * depth)
-    survival[:, there] = values.reshape(rows, len(there), depth)
+    values = c.read_column(read, part, c.SURVIVAL, rows * len(there) * depth)
+    values = values.reshape(rows, len(there), depth)
+    for place, proposer in enumerate(there):
+        survival[:, proposer] = values[:, place]
     return survival
 
 
@@ -233,8 +210,10 @@ def _read_match(message: Any, read: c.Read, rows: int) -> tuple[Array | None, Ar
         raise ValueError(
             f"match_model has {depth} k_columns, but survival has {message.survival.k_columns}"
         )
-    hazard = read(part, c.HAZARD, MATCH_BUCKETS * depth).reshape(MATCH_BUCKETS, depth)
-    return hazard, read(part, c.FRAILTY, rows)
+    hazard = c.read_column(read, part, c.HAZARD, MATCH_BUCKETS * depth).reshape(
+        MATCH_BUCKETS, depth
+    )
+    return hazard, c.read_column(read, part, c.FRAILTY, rows)
 
 
 def _read_defaults(message: Any, read: c.Read) -> TaskDefaults | None:
@@ -246,7 +225,7 @@ def _read_defaults(message: Any, read: c.Read) -> TaskDefaults | None:
 
 def _read_stop_rule(message: Any) -> StopRule:
     kind, threshold = message.stop_rule.kind, message.stop_rule.threshold
-    if kind not in tuple(StopKind):
+    if kind not in _STOP_KINDS:
         raise ValueError(f"stop rule {kind} is not known")
     if not math.isfinite(threshold):
         raise ValueError("the stop rule's threshold must be finite")
@@ -261,8 +240,11 @@ def _read_calibration(message: Any, read: c.Read) -> Array | None:
     # A line a proposer, or one for each of its places.
     places = min(max(count // PROPOSERS, 1), K_LIMIT)
     shape = (PROPOSERS, places) if places > 1 else (PROPOSERS,)
-    lines = [read(part, column, PROPOSERS * places) for column in (c.SLOPE, c.OFFSET)]
-    return np.stack([line.reshape(shape) for line in lines], axis=1)
+    lines = np.empty((PROPOSERS, 2, *shape[1:]), np.float32)
+    for place, column in enumerate((c.SLOPE, c.OFFSET)):
+        found = c.read_column(read, part, column, PROPOSERS * places)
+        lines[:, place] = found.reshape(shape)
+    return lines
 
 
 def _depth(message: Any) -> int:
@@ -292,6 +274,7 @@ def _duration(name: str, value: float) -> float:
 
 
 def _unique(request_id: Array) -> None:
-    ids = np.sort(request_id)
+    ids = request_id.copy()
+    ids.sort()
     if (ids[1:] == ids[:-1]).any():
         raise ValueError("request_id names a request twice")

@@ -576,6 +576,51 @@ def test_a_cluster_of_three_and_one_of_them_away(tmp_path: Path) -> None:
             assert one.others > 0.0
 
 
+@pytest.mark.slow
+def test_a_cluster_whose_replica_takes_over(tmp_path: Path) -> None:
+    options = (
+        "cluster-enabled yes",
+        "cluster-require-full-coverage no",
+        "cluster-node-timeout 500",
+    )
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(running(tmp_path, *options)) for _ in range(3)]
+        _cluster_of(*nodes)
+        url = f"redis+cluster://127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
+        one, two = Replica(url, 1), Replica(url, 2)
+        with replicas(one, two):
+            meet(one, two)
+            holder = next(n for n in nodes if list(n.client().scan_iter("parlay:*:writers")))
+            heir = stack.enter_context(running(tmp_path, *options))
+            _replicate(heir, holder)
+            holder.kill()
+            failures = one.sharing.counts.failures
+            wait_for(lambda: one.sharing.counts.failures > failures, one, two)
+            two.learn(5)
+            wait_for(lambda: heir.client().info("replication")["role"] == "master", one, two)
+            wait_for(
+                lambda: not (one.sharing.counts.last_error or two.sharing.counts.last_error),
+                *(one, two),
+            )
+            meet(one, two)
+            assert one.others > 0.0
+            assert list(heir.client().scan_iter("parlay:*:slot:*"))
+            assert holder.process.poll() is not None
+
+
+def _replicate(heir: RedisServer, holder: RedisServer) -> None:
+    """Let a new node follow one of a cluster, until it has all that the other has."""
+    heir.ask("CLUSTER", "MEET", "127.0.0.1", holder.port)
+    known, deadline_s = holder.ask("CLUSTER", "MYID"), time.monotonic() + WAIT_S
+    while known not in heir.ask("CLUSTER", "NODES"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    heir.ask("CLUSTER", "REPLICATE", known)
+    while heir.client().info("replication").get("master_link_status") != "up":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 def test_sentinels_find_the_server_that_took_over(tmp_path: Path) -> None:
     with running(tmp_path) as first, running(tmp_path, f"replicaof 127.0.0.1 {first.port}") as heir:
         deadline_s = time.monotonic() + WAIT_S

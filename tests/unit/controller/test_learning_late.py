@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from parlay.controller.host import Host
 from parlay.policies.cost import behind
 from parlay.policies.synthetic import LIMITS, History
 from parlay.policies.types import Plan, PlanSource, Proposer, StepOutcome
-from parlay.protos.codec import Hello, StepReport
+from parlay.protos.codec import HalfReport, Hello, StepReport, encode_request, open_request
 
 
 def reported(
@@ -118,3 +119,42 @@ def test_a_step_whose_view_was_left_out_is_learned_first() -> None:
     host.report(session, stream, StepReport(second, history.view()))
     assert session.put_off is None
     assert session.counts.outcomes == 2
+
+
+def opened(outcome: StepOutcome, history: History) -> HalfReport:
+    report = open_request(encode_request(StepReport(outcome, history.view())))
+    assert isinstance(report, HalfReport)
+    return report
+
+
+def test_a_malformed_outcome_is_refused_once_its_plan_is_out() -> None:
+    host = Host("pilot", late=True)
+    stream = host.new_stream()
+    session, _ = host.hello(Hello("e", LIMITS), stream)
+    history = History(16)
+    plan = host.report(session, stream, StepReport(None, history.view()))
+    outcome = history.step(plan, PlanSource.REMOTE)
+    wrong = replace(outcome, accepted=(outcome.verified_k + 1).astype(np.int16))
+    assert host.report(session, stream, opened(wrong, history)) is not None
+    with pytest.raises(ValueError, match="accepted must not be above verified_k"):
+        host.settle(session)
+    assert (session.counts.outcomes, session.counts.ignored_outcomes) == (0, 1)
+    # Who comes next did not send it.
+    outcome = history.step(None)
+    assert host.report(session, stream, opened(outcome, history)) is not None
+    host.leave(session, stream)
+    policy = cast(Any, session.policy)
+    assert (session.counts.outcomes, policy.policy.core.acceptance.version) == (1, 1)
+
+
+def test_an_outcome_that_may_not_wait_is_checked_before_it_counts() -> None:
+    host = Host("pilot")
+    stream = host.new_stream()
+    session, _ = host.hello(Hello("e", LIMITS), stream)
+    history = History(16)
+    outcome = history.step(None)
+    wrong = replace(outcome, accepted=(outcome.verified_k + 1).astype(np.int16))
+    with pytest.raises(ValueError, match="accepted must not be above verified_k"):
+        host.report(session, stream, opened(wrong, history))
+    assert session.last_outcome == -1
+    assert session.counts.outcomes == 0
