@@ -11,8 +11,6 @@ import math
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from parlay.policies.policy import Policy
 from parlay.policies.types import BatchView, Plan, PlanSource, Reason, StepOutcome
 
@@ -24,16 +22,23 @@ _FIRST_TRY = int(Reason.EXPLORE)
 
 
 class SparingPlanner:
-    """Runs a policy in every step, or in every second to fourth where the steps are short.
+    """Runs a policy in every step, or in one of several where the steps are short.
 
-    A plan serves again where it can be fitted to other matches, while the batch is the same and
-    reads no prompts, and where it tries nothing out.
+    A plan serves again where it can be fitted to other matches, while nobody has come in and no
+    prompts are read, and where it tries nothing out. share: most of the time that the policy may
+    take; most_steps: that a plan serves for.
     """
 
-    def __init__(self, policy: Policy, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.policy, self.clock = policy, clock
+    def __init__(
+        self,
+        policy: Policy,
+        clock: Callable[[], float] = time.perf_counter,
+        share: float = SHARE,
+        most_steps: int = MOST_STEPS,
+    ) -> None:
+        self.policy, self.clock, self.share, self.most_steps = policy, clock, share, most_steps
         self._plan: Plan | None = None
-        self._untold: list[StepOutcome] = []
+        self._untold: list[Callable[[], StepOutcome]] = []
         self._age, self._policy_ms, self._step_ms = 0, 0.0, 0.0
 
     def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
@@ -44,7 +49,7 @@ class SparingPlanner:
         start_s, self._plan = self.clock(), None
         untold, self._untold = self._untold, []
         for outcome in untold:
-            self.policy.observe(outcome)
+            self.policy.observe(outcome())
         plan = self.policy.decide(view)
         self._policy_ms = _mean(self._policy_ms, 1e3 * (self.clock() - start_s))
         self._age = 0
@@ -54,9 +59,17 @@ class SparingPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hear of a step; the policy is told before it decides again."""
+        self.observe_later(lambda: outcome, outcome.step_ms, outcome.prefill_tokens)
+
+    def observe_later(
+        self, outcome: Callable[[], StepOutcome], step_ms: float, prefill_tokens: int
+    ) -> None:
+        """Hear of a step whose outcome is made when the policy is told: several in one go cost
+        less. step_ms and prefill_tokens are the outcome's.
+        """  # noqa: D205
         self._untold.append(outcome)
-        if not outcome.prefill_tokens:
-            self._step_ms = _mean(self._step_ms, outcome.step_ms)
+        if not prefill_tokens:
+            self._step_ms = _mean(self._step_ms, step_ms)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -65,13 +78,14 @@ class SparingPlanner:
         """Return in how many steps the policy is asked once."""
         if self._step_ms <= 0.0:
             return 1
-        return min(math.ceil(self._policy_ms / (SHARE * self._step_ms)), MOST_STEPS)
+        return min(math.ceil(self._policy_ms / (self.share * self._step_ms)), self.most_steps)
 
     def _serves(self, plan: Plan, view: BatchView) -> bool:
-        same = plan.request_id is view.request_id or np.array_equal(
-            plan.request_id, view.request_id
-        )
-        return same and not view.prefill_tokens.any()
+        if view.prefill_tokens.any():
+            return False
+        planned, asked = plan.request_id, view.request_id
+        # Some may have left; who is new is to be planned for.
+        return planned is asked or set(asked.tolist()) <= set(planned.tolist())
 
 
 def _mean(mean: float, value: float) -> float:

@@ -20,7 +20,8 @@ import numpy as np
 from parlay.engine.commit import RECENT_DECAY
 from parlay.engine.planner import Planner
 from parlay.engine.plugins.counters import Counters
-from parlay.engine.plugins.fitting import every_row, fitted
+from parlay.engine.plugins.fitting import every_row
+from parlay.engine.plugins.followed import Fitter
 from parlay.engine.plugins.hints import speculation_of
 from parlay.engine.plugins.settings import PluginSettings, make_planner, read_settings
 from parlay.engine.plugins.tracked import Load, Tracked, view_of
@@ -28,6 +29,7 @@ from parlay.engine.request import SpeculationParams
 from parlay.policies.allocate import fit_plan
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import (
+    NO_BUDGET,
     PROPOSERS,
     Array,
     BatchView,
@@ -44,6 +46,7 @@ __all__ = ["Adapter", "Decision", "Load", "StepResult", "Tracked", "view_of"]
 log = logging.getLogger("parlay.plugin")
 _DEFAULT = int(PlanSource.DEFAULT)
 _NEWS = 1.0 - RECENT_DECAY
+Counts = Array | list[int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,20 +63,21 @@ class Decision:
 class StepResult:
     """What a step did, by row of the decision's view; a row that did not run has zeros.
 
-    drafted, accepted (before end or stop cropped it) and emitted tokens; verified, None where all
-    that was drafted was; truncated_by as in StepOutcome; confidences f32 [rows, K]. draft_ms f32
-    [PROPOSERS], draft_depth, verify_ms and step_ms as in StepOutcome; padded_tokens, 0 where the
-    pass had no rows but those of the batch; prefill_tokens, None where they are those of the view.
+    drafted, accepted (before end or stop cropped it) and emitted tokens, as lists or arrays;
+    verified, None where all that was drafted was; truncated_by as in StepOutcome; confidences
+    f32 [rows, K]. draft_ms f32 [PROPOSERS], draft_depth, verify_ms and step_ms as in StepOutcome;
+    padded_tokens, 0 where the pass had no rows but those of the batch; prefill_tokens, None where
+    they are those of the view.
     """
 
-    drafted: Array
-    accepted: Array
-    emitted: Array
-    verified: Array | None = None
+    drafted: Counts
+    accepted: Counts
+    emitted: Counts
+    verified: Counts | None = None
     truncated_by: Array | None = None
     confidences: Array | None = None
     shadow: ShadowRows = field(default_factory=no_shadows)
-    draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
+    draft_ms: Array | list[float] = field(default_factory=lambda: [0.0] * PROPOSERS)
     draft_depth: int = 0
     verify_ms: float = 0.0
     step_ms: float = 0.0
@@ -99,6 +103,7 @@ class Adapter:
         self.engine, self.limits = engine, limits
         self.planner = planner or make_planner(settings or read_settings(), engine, limits)
         self.counters = Counters()
+        self._fitter = Fitter()
         self._requests: dict[int, Tracked] = {}
         self._ids, self._steps = itertools.count(1), itertools.count()
         self._lock = threading.Lock()
@@ -131,7 +136,7 @@ class Adapter:
             view.step_id = next(self._steps)
             try:
                 plan, source = self._timed(self.planner.plan, view)
-                fit = fitted(plan, view)
+                fit = self._fitter.fit(plan, view)
             except Exception as error:
                 self._failed("decide", error)
                 plan, source, fit = None, PlanSource.DEFAULT, fit_plan(None, view)
@@ -144,12 +149,13 @@ class Adapter:
 
         drafted i32 [rows]; confidences f32 [rows, K], made before each token was drawn.
         """
-        if not drafted.any():
+        plan = decision.plan
+        if plan is None or plan.budget_tokens == NO_BUDGET or not drafted.any():
             return drafted
         start_ns = time.perf_counter_ns()
         with self._lock:
             try:
-                drafted = fit_plan(decision.plan, decision.view, drafted, confidences).verify_k
+                drafted = fit_plan(plan, decision.view, drafted, confidences).verify_k
             except Exception as error:
                 self._failed("fit its budget", error)
             self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
@@ -158,11 +164,10 @@ class Adapter:
     def observe(self, decision: Decision, result: StepResult) -> None:
         """Hear what became of a decision; steps may overlap, each is told once, in order."""
         start_ns = time.perf_counter_ns()
-        outcome = outcome_of(decision, result)
         with self._lock:
-            self._keep(outcome)
+            self._keep(decision, result)
             try:
-                self._timed(self.planner.observe, outcome)
+                self._timed(functools.partial(self._tell, decision), result)
             except Exception as error:
                 self._failed("observe", error)
             self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
@@ -177,16 +182,25 @@ class Adapter:
         """Let go of threads and sockets."""
         self.planner.close()
 
-    def _keep(self, outcome: StepOutcome) -> None:
+    def _tell(self, decision: Decision, result: StepResult) -> None:
+        """Tell the planner of a step, or let it ask when it wants to know."""
+        later = getattr(self.planner, "observe_later", None)
+        if later is None:
+            self.planner.observe(outcome_of(decision, result))
+            return
+        prompts = _prompts_of(decision, result)
+        later(functools.partial(outcome_of, decision, result), result.step_ms, prompts)
+
+    def _keep(self, decision: Decision, result: StepResult) -> None:
         """Count a step, of all and of each request."""
         requests, counters = self._requests, self.counters
         counters.steps += 1
         columns = (
-            *(outcome.request_id, outcome.proposer),
-            *(outcome.emitted, outcome.drafted_k, outcome.accepted),
+            *(decision.view.request_id, decision.fit.proposer),
+            *(result.emitted, result.drafted, result.accepted),
         )
         for request_id, proposer, emitted, drafted, accepted in zip(
-            *(column.tolist() for column in columns), strict=True
+            *(c if isinstance(c, list) else c.tolist() for c in columns), strict=True
         ):
             if drafted:
                 counters.add(proposer, drafted, accepted)
@@ -241,17 +255,18 @@ def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
         step_id=view.step_id,
         padded_tokens=result.padded_tokens
         or int(np.maximum(view.prefill_tokens, 1).sum() + verified.sum()),
-        prefill_tokens=(
-            int(view.prefill_tokens.sum())
-            if result.prefill_tokens is None
-            else result.prefill_tokens
-        ),
+        prefill_tokens=_prompts_of(decision, result),
         kv_tokens=view.kv_tokens,
         draft_ms=np.asarray(result.draft_ms, np.float32),
         draft_depth=result.draft_depth,
         verify_ms=result.verify_ms,
         step_ms=result.step_ms,
     )
+
+
+def _prompts_of(decision: Decision, result: StepResult) -> int:
+    told = result.prefill_tokens
+    return int(decision.view.prefill_tokens.sum()) if told is None else told
 
 
 def _sources(fit: Fitted, source: int) -> Array:

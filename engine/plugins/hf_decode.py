@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from parlay.engine.backend import Lookup
-from parlay.engine.plugins.adapter import Adapter, Decision, StepResult, Tracked, view_of
+from parlay.engine.plugins.adapter import Adapter, Decision, Load, StepResult, Tracked
 from parlay.engine.plugins.hf_choose import Chooser
 from parlay.engine.plugins.hf_draft import DraftReader, Run
 from parlay.engine.plugins.hf_plain import cache_of
+from parlay.engine.plugins.tracked import Columns, standing_of
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.engine.request import Request
 from parlay.engine.shadow import ShadowScorer
@@ -65,6 +66,10 @@ class Decoding:
         self.draft = DraftReader(draft) if draft is not None else None
         self.chooser = Chooser(call.processors, bool(call.config.do_sample))
         self.shadow = ShadowScorer()
+        sampled = bool(call.config.do_sample)
+        tracked.temperature = float(call.config.temperature or 1.0) * sampled
+        tracked.seeded = sampled
+        self.columns = Columns([tracked], adapter.limits)
         self.done, self.can_crop = False, True
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -88,7 +93,8 @@ class Decoding:
         """Decide, draft, verify, commit, report; forward runs the target over given drafts."""
         lookup = self._lookup()
         self._describe(lookup)
-        decision = self.adapter.decide(view_of([self.tracked], self.adapter.limits))
+        view = self.columns.view(standing_of([self.tracked]), Load())
+        decision = self.adapter.decide(view)
         before = len(self.request.tokens)
         proposal = self._propose(decision, lookup)
         start_s = time.perf_counter()
@@ -98,10 +104,10 @@ class Decoding:
         self._settle(outputs, len(proposal.tokens), emitted, before + accepted)
         end_s = time.perf_counter()
         result = StepResult(
-            drafted=np.asarray([proposal.drafted], np.int32),
-            verified=np.asarray([verified], np.int32),
-            accepted=np.asarray([accepted], np.int32),
-            emitted=np.asarray([emitted], np.int32),
+            drafted=[proposal.drafted],
+            verified=[verified],
+            accepted=[accepted],
+            emitted=[emitted],
             truncated_by=np.asarray([self._truncated()], np.uint8),
             confidences=_row(proposal.confidences),
             shadow=self.shadow.score([self.request]),
@@ -129,10 +135,8 @@ class Decoding:
         # k drafts emit up to k + 1 tokens.
         left = self.call.config.max_length - self.ids.shape[1] - 1
         row.room = max(left, 0) if self.can_crop and request.computed else 0
-        row.temperature = float(self.call.config.temperature or 1.0) * self.call.config.do_sample
         row.match_tokens = int(lookup.match_tokens[0])
         row.draft_kv_lag = len(request.tokens) - self.draft.computed if self.draft else 0
-        row.seeded = bool(self.call.config.do_sample)
 
     def _propose(self, decision: Decision, lookup: Lookup) -> Proposal:
         k, proposer, proposal = int(decision.fit.k[0]), int(decision.fit.proposer[0]), Proposal()

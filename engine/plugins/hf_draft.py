@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from parlay.engine.plugins.hf_plain import cache_of
-from parlay.engine.proposers.draft_model import estimate, keeps_drafting
+from parlay.engine.proposers.confidence import estimate, keeps_drafting
 from parlay.policies.types import Plan, Proposer, StopKind, StopRule
 
 Choose = Callable[[list[int], Tensor], int]

@@ -25,7 +25,7 @@ from parlay.engine.plugins.hf_decode import Call, Decoding
 from parlay.engine.plugins.hf_draft import check_draft
 from parlay.engine.plugins.hf_plain import plain, why_plain
 from parlay.engine.plugins.hints import speculation_of
-from parlay.engine.plugins.settings import read_settings
+from parlay.engine.plugins.settings import read_settings, sparing_planner
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Proposer
@@ -60,8 +60,9 @@ class Speculator:
         mask = 1 << Proposer.NONE | 1 << Proposer.NGRAM
         mask |= (draft_model is not None) << Proposer.DRAFT_MODEL
         self.draft_model = draft_model
-        settings = read_settings(policy, values, sidecar)
-        self.adapter = Adapter("huggingface", EngineLimits(mask, K_MAX), settings, planner)
+        limits, settings = EngineLimits(mask, K_MAX), read_settings(policy, values, sidecar)
+        planner = planner or sparing_planner(settings, "huggingface", limits)
+        self.adapter = Adapter("huggingface", limits, planner=planner)
         self.ngram = NgramProposer()
 
     @property

@@ -109,9 +109,9 @@ class Columns:
         )
 
 
-def view_of(rows: Sequence[Tracked], limits: EngineLimits, load: Load | None = None) -> BatchView:
-    """Return what a policy may know of the requests of the coming step."""
-    standing = Standing(
+def standing_of(rows: Sequence[Tracked]) -> Standing:
+    """Return the middle part of each."""
+    return Standing(
         context_tokens=np.asarray([r.context_tokens for r in rows], np.int32),
         output_tokens=np.asarray([r.output_tokens for r in rows], np.int32),
         prefill_tokens=np.asarray([r.prefill_tokens for r in rows], np.int32),
@@ -119,4 +119,12 @@ def view_of(rows: Sequence[Tracked], limits: EngineLimits, load: Load | None = N
         match_tokens=np.asarray([r.match_tokens for r in rows], np.int32),
         draft_kv_lag=np.asarray([r.draft_kv_lag for r in rows], np.int32),
     )
-    return Columns(rows, limits).view(standing, load or Load())
+
+
+def view_of(rows: Sequence[Tracked], limits: EngineLimits, load: Load | None = None) -> BatchView:
+    """Return what a policy may know of the requests of the coming step.
+
+    Where the same requests are decided for step after step, `Columns` kept from one to the next
+    make a view of `standing_of` sooner, and let a plan serve again sooner.
+    """
+    return Columns(rows, limits).view(standing_of(rows), load or Load())

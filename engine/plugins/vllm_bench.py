@@ -1,14 +1,17 @@
 """`parlay bench vllm`: one vLLM, as it drafts by itself at each length, and steered.
 
-All ways take turns on one engine in this process, so that they meet the same machine.
+All ways take turns on one engine in this process, so that they meet the same machine. So many
+requests run at once, another beginning where one ends, until each prompt has been answered.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +19,12 @@ import numpy as np
 import typer
 
 from parlay.engine.demo.prompts import chat_prompts
-from parlay.engine.demo.stats import ADAPTIVE
+from parlay.engine.demo.stats import ADAPTIVE, NONE
 from parlay.engine.plugins.vllm import register
 from parlay.policies.files import write_json
 
 LENGTHS = (2, 4, 8)
+WAYS = (NONE, *(f"ngram-{k}" for k in LENGTHS), ADAPTIVE)
 _ENVIRONMENT = {
     "PARLAY": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -28,6 +32,11 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
+_FULL = 3
+"""Each prompt is asked as often as it takes to keep a batch full for most of the time."""
+
+Speeds = Mapping[int, Mapping[str, Sequence[float]]]
+"""Tokens a second by requests at once, way and round."""
 
 
 def bench_vllm(
@@ -37,7 +46,7 @@ def bench_vllm(
     rounds: Annotated[int, typer.Option(help="each way decodes all prompts so often")] = 3,
     prompts: Annotated[int, typer.Option(help="of each of the six tasks, 1 to 4")] = 2,
     tokens: Annotated[int, typer.Option(help="decoded a prompt")] = 64,
-    concurrency: Annotated[str, typer.Option(help="requests at once")] = "1,4,12",
+    concurrency: Annotated[str, typer.Option(help="requests at once")] = "1,4,16",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     policy: Annotated[str, typer.Option(help="what decides")] = "goodput",
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
@@ -46,13 +55,28 @@ def bench_vllm(
     os.environ.update({**_ENVIRONMENT, "PARLAY_POLICY": policy})
     register()
     llm = _engine(model, dtype)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    if scheduler.parlay is None:
+        raise typer.Exit(1)
     asked = chat_prompts(llm.get_tokenizer(), prompts)
-    rows = []
-    for at_once in (int(part) for part in concurrency.split(",")):
-        rows += _measure(llm, asked, at_once, tokens, rounds)
-        typer.echo(_table(rows[-len(LENGTHS) - 2 :], at_once))
+    random.Random(0).shuffle(asked)
+    loads = [int(part) for part in concurrency.split(",")]
+    speeds: dict[int, dict[str, list[float]]] = {n: {way: [] for way in WAYS} for n in loads}
+    took: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in loads}
+    for done, at_once in itertools.product(range(rounds + 1), loads):
+        repeated = asked * -(-_FULL * at_once // len(asked))
+        for way, speed in _round(llm, scheduler, repeated, at_once, tokens, took[at_once]):
+            if done:  # the first only warms up
+                speeds[at_once][way].append(speed)
+    report = report_of(speeds)
+    for row in report["rows"]:
+        plugin, policy_us = took[row["concurrency"]]
+        row["plugin_p50_us"], row["policy_p50_us"] = _median(plugin), _median(policy_us)
+        row["plugin_mean_us"] = float(np.mean(plugin))
+        row["policy_mean_us"] = float(np.mean(policy_us))
+    typer.echo(_table(report))
     if json_file is not None:
-        write_json(json_file, {"rows": rows})
+        write_json(json_file, report)
 
 
 def _engine(model: Path | None, dtype: str) -> Any:
@@ -76,70 +100,96 @@ def _engine(model: Path | None, dtype: str) -> Any:
     )
 
 
-def _measure(
-    llm: Any, asked: list[tuple[str, list[int]]], at_once: int, tokens: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Return a row of each way at one concurrency; the first round only warms up."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+def _round(
+    llm: Any,
+    scheduler: Any,
+    asked: list[tuple[str, list[int]]],
+    at_once: int,
+    tokens: int,
+    took: tuple[list[float], list[float]],
+) -> Iterator[tuple[str, float]]:
+    """Yield each way's tokens a second; adds to what plugin and policy took, in us a step."""
     steering, most = scheduler.parlay, scheduler.num_spec_tokens
-    if steering is None:
-        raise typer.Exit(1)
-    speeds: dict[str, list[float]] = {}
-    for _ in range(rounds + 1):
-        for way, k, steered in _ways(most):
-            # vLLM drafts so many tokens by itself; 0 is no speculation.
-            scheduler.num_spec_tokens, scheduler.parlay = k, steering if steered else None
-            steering.step_us.clear()
-            steering.policy_us.clear()
-            speeds.setdefault(way, []).append(_decode(llm, asked, at_once, tokens))
-    scheduler.num_spec_tokens, scheduler.parlay = most, steering
-    taken = {way: np.asarray(s[1:] or s) for way, s in speeds.items()}
-    best = max((w for w in taken if w != ADAPTIVE), key=lambda w: _median(taken[w]))
-    return [
-        {
-            "concurrency": at_once,
-            "way": way,
-            "tokens_per_s": _median(speed),
-            "best_other": best,
-            "ratio": _median(speed / taken[best]),
-            "plugin_p50_us": _median(steering.step_us) if way == ADAPTIVE else 0.0,
-            "policy_p50_us": _median(steering.policy_us) if way == ADAPTIVE else 0.0,
-        }
-        for way, speed in taken.items()
-    ]
+    for way, k in zip(WAYS, (0, *LENGTHS, most), strict=True):
+        # vLLM drafts so many tokens by itself; 0 is no speculation.
+        scheduler.num_spec_tokens = k
+        scheduler.parlay = steering if way == ADAPTIVE else None
+        steering.step_us.clear()
+        steering.policy_us.clear()
+        yield way, _decode(llm.llm_engine, asked, at_once, tokens)
+    took[0].extend(steering.step_us)
+    took[1].extend(steering.policy_us)
+
+
+def _decode(engine: Any, asked: list[tuple[str, list[int]]], at_once: int, tokens: int) -> float:
+    """Return tokens a second over all prompts, so many at once."""
+    params = importlib.import_module("vllm").SamplingParams
+    given = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    coming, running, made = enumerate(asked), 0, 0
+    start_s = time.perf_counter()
+    while True:
+        for number, (task, ids) in itertools.islice(coming, at_once - running):
+            how = params(**given, extra_args={"parlay_task": task})
+            engine.add_request(str(number), {"prompt_token_ids": ids}, how)
+            running += 1
+        if not running:
+            return made / (time.perf_counter() - start_s)
+        for one in engine.step():
+            if one.finished:
+                running -= 1
+                made += len(one.outputs[0].token_ids)
+
+
+def report_of(speeds: Speeds) -> dict[str, Any]:
+    """Return a row a load with each way's median speed and ours over the best other; and over all
+    loads, by geometric mean, ours and that of the best way of each load over the best single way.
+    """  # noqa: D205
+    rows: list[dict[str, Any]] = []
+    for at_once, ways in speeds.items():
+        medians = {way: _median(speed) for way, speed in ways.items()}
+        best = max((w for w in medians if w != ADAPTIVE), key=medians.__getitem__)
+        ratios = np.divide(ways[ADAPTIVE], ways[best])
+        rows.append(
+            {
+                "concurrency": at_once,
+                "tokens_per_s": medians,
+                "best_other": best,
+                "ratio": _median(ratios),
+                "round_ratios": ratios.tolist(),
+            }
+        )
+    means = {
+        way: float(np.exp(np.mean([np.log(r["tokens_per_s"][way]) for r in rows])))
+        for way in rows[0]["tokens_per_s"]
+    }
+    single = max((w for w in means if w != ADAPTIVE), key=means.__getitem__)
+    tuned = np.exp(np.mean([np.log(r["tokens_per_s"][r["best_other"]]) for r in rows]))
+    return {
+        "rows": rows,
+        "best_single": single,
+        "ratio": means[ADAPTIVE] / means[single],
+        "tuned_ratio": float(tuned) / means[single],
+    }
 
 
 def _median(values: Any) -> float:
     return float(np.median(values))
 
 
-def _ways(most: int) -> Iterator[tuple[str, int, bool]]:
-    yield "none", 0, False
-    yield from ((f"ngram-{k}", k, False) for k in LENGTHS)
-    yield ADAPTIVE, most, True
-
-
-def _decode(llm: Any, asked: list[tuple[str, list[int]]], at_once: int, tokens: int) -> float:
-    """Return tokens a second over all prompts, so many at once."""
-    params = importlib.import_module("vllm").SamplingParams
-    start_s, made = time.perf_counter(), 0
-    for i in range(0, len(asked), at_once):
-        batch = asked[i : i + at_once]
-        given = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-        how = [params(**given, extra_args={"parlay_task": task}) for task, _ in batch]
-        done = llm.generate([{"prompt_token_ids": ids} for _, ids in batch], how, use_tqdm=False)
-        made += sum(len(one.outputs[0].token_ids) for one in done)
-    return made / (time.perf_counter() - start_s)
-
-
-def _table(rows: list[dict[str, Any]], at_once: int) -> str:
-    lines = [f"{at_once} at once", f"{'way':14}{'tokens/s':>10}{'x best fixed':>14}"]
-    lines += [f"{r['way']:14}{r['tokens_per_s']:10.1f}{r['ratio']:14.2f}" for r in rows]
-    last = rows[-1]
+def _table(report: Mapping[str, Any]) -> str:
+    rows = report["rows"]
+    lines = ["tokens/s     " + "".join(f"{r['concurrency']:>9}" for r in rows)]
+    for way in rows[0]["tokens_per_s"]:
+        speeds = (f"{r['tokens_per_s'][way]:9.1f}" for r in rows)
+        lines.append(f"{way:13}" + "".join(speeds))
+    lines.append(f"{'x best other':13}" + "".join(f"{r['ratio']:9.2f}" for r in rows))
+    for part in ("plugin", "policy"):
+        for kind in ("p50", "mean"):
+            times = "".join(f"{r[f'{part}_{kind}_us']:9.0f}" for r in rows)
+            lines.append(f"{f'{part} us {kind}':13}{times}")
     lines.append(
-        f"adaptive is {last['ratio']:.2f}x {last['best_other']};"
-        f" the plugin takes {last['plugin_p50_us']:.0f} us a step (median),"
-        f" the policy {last['policy_p50_us']:.0f}"
+        f"over all loads adaptive is {report['ratio']:.3f}x {report['best_single']}, the best"
+        f" single way; the best way of each load is {report['tuned_ratio']:.3f}x"
     )
     return "\n".join(lines)
 

@@ -45,7 +45,8 @@ class _Guess:
 class Group:
     """Some rows in the order of a view; kept for as long as vLLM runs the same requests.
 
-    place: a request's row. Every list of theirs is read in one go, which is what a step costs.
+    place: a request's row. prompt_tokens, max_tokens i32 [rows]. Every list of theirs is read in
+    one go, which is what a step costs.
     """
 
     def __init__(self, names: list[str], rows: list[Row], adapter: Adapter) -> None:
@@ -53,6 +54,10 @@ class Group:
         self.sources = [row.source for row in rows]
         self.columns = Columns([row.tracked for row in rows], adapter.limits)
         self.place = {name: i for i, name in enumerate(names)}
+        self.prompt_tokens = np.array([s.num_prompt_tokens for s in self.sources], np.int32)
+        self.max_tokens = np.array([s.max_tokens for s in self.sources], np.int32)
+        # A session's next turn makes of its answer a prompt.
+        self._stays = True not in [getattr(s, "resumable", False) for s in self.sources]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -60,7 +65,7 @@ class Group:
     def is_of(self, names: list[str], sources: list[Any]) -> bool:
         """Say whether these are the very requests, in this order."""
         # A name may come again with another request.
-        return names == self.names and all(map(is_, sources, self.sources))
+        return self._stays and names == self.names and all(map(is_, sources, self.sources))
 
 
 class Rows:
@@ -77,6 +82,11 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def full(self) -> bool:
+        """Say whether no more guesses are kept."""
+        return len(self._guesses) >= SHADOWED
 
     def group(self, names: list[str], sources: list[Any]) -> Group:
         """Return the rows of these requests; takes them on at first sight."""
@@ -123,29 +133,32 @@ class Rows:
             return [1] * len(group)
         return [row.index.match_tokens if row.index else 0 for row in group.rows]
 
-    def offer(self, row: Row) -> None:
-        """Keep a guess that nobody drafts, to see what would have come of it."""
-        key, index = row.tracked.request_id, row.index
-        if index is None or key in self._guesses or len(self._guesses) >= SHADOWED:
-            return
-        guess = index.propose(SHADOW_TOKENS)
-        if guess:
-            self._guesses[key] = _Guess(row, len(index.tokens), guess, index.match_tokens)
+    def offer(self, rows: Iterable[Row]) -> None:
+        """Keep guesses that nobody drafts, to see what would have come of them."""
+        for row in rows:
+            if self.full:
+                return
+            key, index = row.tracked.request_id, row.index
+            if index is None or key in self._guesses:
+                continue
+            guess = index.propose(SHADOW_TOKENS)
+            if guess:
+                self._guesses[key] = _Guess(row, len(index.tokens), guess, index.match_tokens)
 
     def score(self) -> ShadowRows:
-        """Return the kept guesses that what has been committed decides."""
+        """Return the kept guesses whose texts have come as far as they foretold."""
         decided: list[tuple[int, ...]] = []
         for key, guess in list(self._guesses.items()):
-            offered, end = len(guess.tokens), guess.start + len(guess.tokens)
-            if guess.row.source.num_tokens < guess.start:
-                del self._guesses[key]
-                continue
-            seen = guess.row.source.all_token_ids[guess.start : end]
-            pairs = enumerate(zip(guess.tokens, seen, strict=False))
-            held = next((i for i, (a, b) in pairs if a != b), len(seen))
-            if held == len(seen) < offered:
+            source, offered = guess.row.source, len(guess.tokens)
+            known, end = source.num_tokens, guess.start + offered
+            if guess.start <= known < end and not source.is_finished():
                 continue
             del self._guesses[key]
+            seen = source.all_token_ids[guess.start : end] if known > guess.start else []
+            if not seen:
+                continue
+            pairs = enumerate(zip(guess.tokens, seen, strict=False))
+            held = next((i for i, (a, b) in pairs if a != b), len(seen))
             decided.append((key, offered, held, min(held + 1, len(seen)), guess.match_tokens))
         return _shadow_rows(decided) if decided else _NO_SHADOWS
 

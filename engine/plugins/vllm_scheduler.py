@@ -8,13 +8,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.plugins.adapter import Adapter
 from parlay.engine.plugins.hooks import extended, ours, reason
-from parlay.engine.plugins.settings import make_planner, read_settings
+from parlay.engine.plugins.settings import read_settings, sparing_planner
 from parlay.engine.plugins.vllm_ability import Ability, ability_of
 from parlay.engine.plugins.vllm_steering import Steering
-from parlay.engine.sparing import SparingPlanner
 
 # A child of vLLM's own logger is shown wherever vLLM's lines are.
 log = logging.getLogger("vllm.parlay")
@@ -41,9 +39,7 @@ def begin(scheduler: Any) -> Steering | None:
         ability = ability_of(scheduler, output)
         limits = ability.limits(scheduler.max_num_scheduled_tokens)
         settings = read_settings()
-        planner: Planner = make_planner(settings, "vllm", limits)
-        if isinstance(planner, LocalPlanner):
-            planner = SparingPlanner(planner.policy)
+        planner = sparing_planner(settings, "vllm", limits)
         steering = Steering(scheduler, ability, Adapter("vllm", limits, planner=planner))
     except Exception as error:
         log.warning("parlay does not steer this engine: %s", reason(error))

@@ -172,10 +172,11 @@ class Steering:
             sources = [s for s in sources if s is not None]
         if not sources:
             return None
-        group = self.rows.group(names, sources)
-        unread = [
-            s.num_tokens - s.num_computed_tokens if s.is_prefill_chunk else 0 for s in sources
-        ]
+        group, unread = self.rows.group(names, sources), None
+        if True in [s.is_prefill_chunk for s in sources]:
+            unread = [
+                s.num_tokens - s.num_computed_tokens if s.is_prefill_chunk else 0 for s in sources
+            ]
         context = [s.num_tokens for s in sources]
         match, lookup_ms = self._look_up(group, context)
         drafting = self._decide(group, context, unread, match)
@@ -183,23 +184,21 @@ class Steering:
         return drafting
 
     def _decide(
-        self, group: Group, context: list[int], unread: list[int], match: list[int]
+        self, group: Group, context: list[int], unread: list[int] | None, match: list[int]
     ) -> Drafting:
-        """Ask for a decision; lists, of which numpy makes one array: its calls are what costs."""
-        sources, budget = group.sources, self.scheduler.max_num_scheduled_tokens
-        output = [s.num_output_tokens for s in sources]
+        """Ask for a decision; unread: prompt tokens left to read, None for none anywhere."""
+        tokens = np.array(context, np.int32)
         if self.ability.decides_early:
-            coming = [row.in_flight for row in group.rows]
-            context = [n + more for n, more in zip(context, coming, strict=True)]
-            output = [n + more for n, more in zip(output, coming, strict=True)]
-        longest = self.scheduler.max_model_len
-        room = [
-            # k drafts emit up to k + 1 tokens.
-            0 if left else max(min(s.max_tokens - out, longest - tokens) - 1, 0)
-            for s, tokens, out, left in zip(sources, context, output, unread, strict=True)
-        ]
-        prefill = [min(left, budget) for left in unread]
-        standing = Standing(*np.array([context, output, prefill, room, match], np.int32))
+            tokens += np.array([row.in_flight for row in group.rows], np.int32)
+        output, none = tokens - group.prompt_tokens, group.columns.no_lag
+        # k drafts emit up to k + 1 tokens.
+        left = np.minimum(group.max_tokens - output, self.scheduler.max_model_len - tokens) - 1
+        room, prefill = np.maximum(left, 0), none
+        if unread is not None:
+            prompt = np.array(unread, np.int32)
+            prefill = np.minimum(prompt, self.scheduler.max_num_scheduled_tokens)
+            room[prompt > 0] = 0
+        standing = Standing(tokens, output, prefill, room, np.array(match, np.int32))
         view = group.columns.view(standing, load_of(self.scheduler, sum(context)))
         decision = self._as_graphs_want(self.adapter.decide(view))
         return Drafting(decision, group, [0] * len(group))
@@ -230,29 +229,27 @@ class Steering:
     def _kept(self, drafting: Drafting, names: list[str], made: list[list[int]]) -> list[list[int]]:
         """Return each request's drafts: its proposer's first k tokens."""
         fit, group, early = drafting.decision.fit, drafting.group, self.ability.decides_early
-        ks, ours = fit.verify_k.tolist(), self.ability.own_ngram
-        by = fit.proposer.tolist()
-        if ours:
-            for row, proposer in zip(group.rows, by, strict=True):
-                if proposer != NGRAM:
-                    self.rows.offer(row)
+        ks, by, ours = fit.verify_k.tolist(), fit.proposer.tolist(), self.ability.own_ngram
+        if ours and not self.rows.full:
+            pairs = zip(group.rows, by, strict=True)
+            self.rows.offer(row for row, proposer in pairs if proposer != NGRAM)
+        kept: list[list[int]] = [[] for _ in names]
         if not any(ks):
-            return [[] for _ in names]
-        kept: list[list[int]] = []
-        for name, tokens in zip(names, made, strict=True):
+            return kept
+        for at, name in enumerate(names):
             place = group.place.get(name)
             if place is None or not (k := ks[place]):
-                kept.append([])
                 continue
             if early:
                 # Decided without knowing how many tokens this step would give.
                 source = group.sources[place]
                 k = min(k, max(source.max_tokens - source.num_output_tokens - 1, 0))
+            tokens = made[at]
             if ours and by[place] == NGRAM:
                 index = group.rows[place].index
                 tokens = [] if index is None else index.propose(k)
-            kept.append(list(tokens[:k]))
-            drafting.drafted[place] = len(kept[-1])
+            kept[at] = tokens[:k]
+            drafting.drafted[place] = len(kept[at])
         return kept
 
     def _step_of(self, out: Any) -> Step | None:
@@ -274,15 +271,12 @@ class Steering:
             verify_ms, draft_ms = self.times.split(own_ms, total, kv_tokens, prompts, passes, rows)
         if makes is not None:
             makes.draft_ms = draft_ms
-        emitted = [s.num_output_tokens - n for s, n in zip(sources, seen.outputs, strict=True)]
-        kept = list(map(max, drafting.drafted, seen.verified))
-        counts = np.array([kept, seen.verified, seen.accepted, emitted], np.int16)
         result = StepResult(
-            drafted=counts[0],
-            verified=counts[1],
-            accepted=counts[2],
-            emitted=counts[3],
-            truncated_by=endings(sources),
+            drafted=list(map(max, drafting.drafted, seen.verified)),
+            verified=seen.verified,
+            accepted=seen.accepted,
+            emitted=[s.num_output_tokens - n for s, n in zip(sources, seen.outputs, strict=True)],
+            truncated_by=endings(self.scheduler, drafting.group),
             draft_ms=drafting.spent_ms(self.ability.column),
             draft_depth=drafting.depth,
             verify_ms=verify_ms,

@@ -26,12 +26,12 @@ class Drafting:
     draft_ms: float = 0.0
     lookup_ms: float = 0.0
 
-    def spent_ms(self, column: int) -> Array:
-        """Return what the drafts took, f32 [PROPOSERS]; column: vLLM's proposer."""
+    def spent_ms(self, column: int) -> list[float]:
+        """Return what the drafts took by proposer; column: vLLM's."""
         spent = [0.0] * PROPOSERS
         spent[NGRAM] = self.lookup_ms
         spent[column] += self.draft_ms
-        return np.array(spent, np.float32)
+        return spent
 
 
 @dataclass(slots=True)
@@ -78,11 +78,11 @@ def prompt_tokens(out: Any) -> int:
     return sum(n for n, decoding in extra if n > decoding)
 
 
-def endings(sources: list[Any]) -> Array | None:
+def endings(scheduler: Any, group: Group) -> Array | None:
     """Return what ended requests in this step, u8 [rows]; None where nothing did."""
-    if True not in [source.is_finished() for source in sources]:
+    if group.place.keys().isdisjoint(scheduler.finished_req_ids):
         return None
-    return np.array([_truncated(source) for source in sources], np.uint8)
+    return np.array([_truncated(source) for source in group.sources], np.uint8)
 
 
 def _truncated(source: Any) -> Truncated:

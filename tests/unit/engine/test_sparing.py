@@ -88,6 +88,32 @@ def test_another_batch_a_try_and_a_plan_without_prices_are_decided_at_once() -> 
     assert run(policy, 20) == list(range(20))
 
 
+def test_a_plan_serves_those_who_are_left_but_nobody_new() -> None:
+    policy = Timed(5.0)
+    planner = SparingPlanner(policy, policy)
+    for ids, asked in (([1, 2, 3], 1), ([1, 2, 3], 1), ([3, 1], 1), ([3, 1, 4], 2), ([4, 5], 3)):
+        planner.plan(view_of(ids))
+        planner.observe(outcome(0))
+        assert policy.asked == asked
+
+
+def test_an_outcome_is_made_when_the_policy_is_told() -> None:
+    policy, made = Timed(5.0), []
+
+    def make() -> StepOutcome:
+        made.append(len(policy.heard))
+        return outcome(len(made))
+
+    planner = SparingPlanner(policy, policy)
+    planner.plan(view_of([1]))
+    for _ in range(3):
+        planner.observe_later(make, 10.0, 0)
+    assert not made
+    assert planner.every() == MOST_STEPS
+    planner.plan(view_of([2]))
+    assert policy.heard == [1, 2, 3]
+
+
 def test_prompts_are_decided_for_at_once_and_measure_nothing() -> None:
     policy = Timed(5.0)
     planner = SparingPlanner(policy, policy)

@@ -107,7 +107,7 @@ class FakeScheduler:
         pool = SimpleNamespace(get_num_free_blocks=lambda: 50, num_gpu_blocks=100)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.num_spec_tokens = vllm_config.speculative_config.num_speculative_tokens
-        self.finished: set[str] = set()
+        self.finished_req_ids: set[str] = set()
         self.steps: list[tuple[int, dict[str, int]]] = []
         self._unfinished: list[Output] = []
 
@@ -145,9 +145,9 @@ class FakeScheduler:
             scheduled[request.request_id] = left + len(tokens)
             if tokens:
                 drafts[request.request_id] = tokens
-        out = Output(scheduled, drafts, self.finished, sum(scheduled.values()))
+        out = Output(scheduled, drafts, self.finished_req_ids, sum(scheduled.values()))
         out.num_spec_tokens_to_schedule = self.num_spec_tokens
-        self.finished = set()
+        self.finished_req_ids = set()
         self._update_after_schedule(out)
         self.steps.append((out.num_spec_tokens_to_schedule, {k: len(v) for k, v in drafts.items()}))
         return out
@@ -210,7 +210,7 @@ class FakeScheduler:
     def _remove(self, request: FakeRequest) -> None:
         del self.requests[request.request_id]
         self.running.remove(request)
-        self.finished.add(request.request_id)
+        self.finished_req_ids.add(request.request_id)
 
 
 def often_right(seed: int = 0, right: float = 0.7) -> Propose:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from parlay.engine.planner import LocalPlanner
-from parlay.engine.plugins.settings import make_planner, read_settings
+from parlay.engine.plugins.settings import make_planner, read_settings, sparing_planner
+from parlay.engine.sparing import SparingPlanner
 from parlay.policies.policy import EngineLimits
 
 LIMITS = EngineLimits()
@@ -33,6 +34,9 @@ def test_arguments_win_and_leave_another_policys_values_aside() -> None:
 def test_nothing_said_is_a_policy_in_this_process() -> None:
     planner = make_planner(read_settings(environ={}), "x", LIMITS)
     assert isinstance(planner, LocalPlanner)
+    sparing = sparing_planner(read_settings(environ={}), "x", LIMITS)
+    assert isinstance(sparing, SparingPlanner)
+    assert (sparing.share, sparing.most_steps) == (0.01, 8)
     assert planner.policy.name == "goodput"
 
 

@@ -196,6 +196,17 @@ def test_end_and_reason_are_told() -> None:
     assert all((o.truncated_by == 0).all() for o in spy.heard[:-1])
 
 
+def test_a_session_whose_answer_becomes_a_prompt_is_looked_at_anew() -> None:
+    scheduler = made(Spy((DRAFT_MODEL,)))
+    one, rows = scheduler.add(request("a")), scheduler.parlay.rows
+    assert rows.group(["a"], [one]) is rows.group(["a"], [one])
+    one.resumable = True
+    rows.forget(["a"])
+    first = rows.group(["a"], [one])
+    one.prompt_token_ids = [*one.prompt_token_ids, 1, 2]
+    assert rows.group(["a"], [one]).prompt_tokens.tolist() == [12] != first.prompt_tokens.tolist()
+
+
 def test_requests_that_leave_are_forgotten() -> None:
     scheduler = made(Spy((DRAFT_MODEL, NGRAM)))
     first = scheduler.add(request("a"))
