@@ -154,6 +154,14 @@ class SimBackend:
         self.time_s += 1e-3 * (took.verify_ms + took.overhead_ms)
         return Verified(accepted, tokens, took.padded_tokens, took.verify_ms)
 
+    def launch(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:
+        """Verify: nothing goes on by itself on a virtual clock."""
+        return self.verify(batch, drafts, verify_k)
+
+    def land(self, flying: Verified) -> Verified:
+        """Return what was verified."""
+        return flying
+
 
 def drafted(
     luck: Luck, active: Array, rows: Array, at: Array, fit: Fitted, plan: Plan | None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from parlay.policies.files import check_writable
 from parlay.policies.types import Proposer
+from parlay.sim.bar import Bar
 from parlay.sim.counterfactual import TracedRequest, write_traces
 
 SEED = 71_003
@@ -31,8 +33,7 @@ def calibrate_trace(
     """Record a counterfactual trace that `parlay simulate --acceptance FILE` replays."""
     check_writable(out)
     from parlay.engine.distill.prompts import SHARES, training_prompts
-    from parlay.engine.llm import SHIPPED_DRAFT
-    from parlay.engine.tokenizer import load
+    from parlay.engine.llm import SHIPPED_DRAFT, load_backend
     from parlay.engine.weights import default_model_dir
     from parlay.sim.record import record
 
@@ -40,8 +41,8 @@ def calibrate_trace(
     draft = None if model else SHIPPED_DRAFT
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("answer prompts", total=prompts)
+    with Bar(console, *columns, TimeElapsedColumn()) as bar:
+        task, scored = bar.add("prompts answered", prompts), bar.add("answers scored")
         # As many of each task, though drafts train on some more than on others.
         drawn = list(training_prompts(prompts * _DRAWN, SEED))
         each = -(-prompts // len(SHARES))
@@ -49,8 +50,12 @@ def calibrate_trace(
         # In turn, so that requests that run at once in a replay are of every task.
         turns = itertools.zip_longest(*of_task)
         chosen = [p for turn in turns for p in turn if p is not None][:prompts]
-        found = record(folder, load(folder), draft, chosen, tokens, lambda: bar.advance(task))
-        seen = list(found)
+        backend, tokenizer = load_backend(model)
+        seen = []
+        answered = partial(bar.update, task, advance=1)
+        for one in record(backend, tokenizer, folder, draft, chosen, tokens, answered):
+            seen.append(one)
+            bar.update(scored, total=prompts, advance=1)
     write_traces(out, seen)
     console.print(_table(seen))
     console.print(f"{len(seen)} requests in {out}")

@@ -10,11 +10,12 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import registry
+from parlay.sim.bar import Bar
 from parlay.sim.costs import load_costs
 from parlay.sim.counterfactual import read_traces
 from parlay.sim.laws import is_fitted
@@ -26,6 +27,12 @@ from parlay.sim.simulate import ORACLES, Row, as_json, judge, maker
 QUICK_SHARE = 4
 """`--quick` runs a quarter of the steps."""
 QUICK_SEEDS, SEEDS = 1, 3
+_COLUMNS = (
+    TextColumn("{task.description:32}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+)
 
 
 def simulate(
@@ -65,12 +72,12 @@ def simulate(
         if path is not None:
             check_writable(path)
     console, results = Console(), list[Result]()
-    with _progress(console) as bar:
+    with Bar(console, *_COLUMNS) as bar:
         for one in chosen:
             count = steps or (max(one.steps // QUICK_SHARE, 20) if quick else one.steps)
             seeded = range(1, 1 + (QUICK_SEEDS if quick else seeds))
             results.append(_judged(one, policies, seeded, count, workers, bar))
-            bar.console.print(_table(one, results[-1].rows))
+            bar.print(_table(one, results[-1].rows))
     every = [row for result in results for row in result.rows]
     if json_path is not None:
         write_json(json_path, as_json(every))
@@ -84,18 +91,18 @@ def _judged(
     seeds: range,
     steps: int,
     workers: int,
-    bar: Progress,
+    bar: Bar,
 ) -> Result:
     """Judge the policies on one scenario under a line of the bar."""
-    line = bar.add_task(f"{scenario.name}: tuning the statics", total=None)
+    line = bar.add(f"{scenario.name}: tuning the statics")
     rows, episodes = judge(
         scenario,
         policies,
         seeds,
         steps,
         workers or os.cpu_count() or 1,
-        started=lambda total: bar.update(line, total=total, description=scenario.name),
-        done=lambda _: bar.advance(line),
+        started=lambda total: bar.update(line, scenario.name, total),
+        done=lambda _: bar.update(line, advance=1),
     )
     return Result(scenario, rows, episodes)
 
@@ -142,17 +149,6 @@ def _with_acceptance(scenario: Scenario, path: str) -> Scenario:
     if scenario.arrivals:
         raise ValueError(f"{scenario.name} is an open loop; a recording needs a closed one")
     return dataclasses.replace(scenario, acceptance=path, lengths={})
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 def _table(scenario: Scenario, rows: list[Row]) -> Table:

@@ -3,19 +3,23 @@
 Built in: `h200_8b` (Llama-3.1-8B with a 1B draft model on an H200, from measured tables);
 `h200_8b_stale` (the same where a step off its graph edge costs 1.15x); `h200_moe` (a mixture of
 128 experts, 8 active, by roofline); `cpu_smollm` (this project's default model on a CPU core);
-vidur's and splitwise's tables; `roofline:GPU/MODEL[+DRAFT][:tp=N]` for what has no table. Any other
-name is the path of a JSON profile (`cost_tables.parse_profile` says what it holds).
+vidur's and splitwise's tables; `roofline:GPU/MODEL[+DRAFT][:tp=N[,draft_tp=M]]` for what has no
+table, the target on N GPUs and the draft model on M of them. Any other name is the path of a JSON
+profile (`cost_tables.parse_profile` says what it holds), or of what `parlay gpu-check` wrote (its
+last shape; FILE.json#1b names another).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
 from parlay.sim.cost_tables import StepTime, TableCosts, Work, parse_profile
+from parlay.sim.measured import profile_in
 from parlay.sim.roofline import GPUS, MODELS, pass_profile, roofline
 
 __all__ = ["BUILT_IN", "CostModel", "StepTime", "TableCosts", "Work", "load_costs"]
@@ -32,6 +36,9 @@ _TABLES = (
 )
 BUILT_IN = tuple(sorted((*_TABLES, "h200_8b_stale", "h200_moe")))
 _OFF_EDGE = 1.15
+_ROOFLINE = re.compile(
+    r"roofline:([^/:]*)/([^+:]*)(?:\+([^:]*))?(?::tp=([0-9]{1,3})(?:,draft_tp=([0-9]{1,3}))?)?"
+)
 
 
 class CostModel(Protocol):
@@ -62,19 +69,20 @@ def load_costs(name: str) -> CostModel:
         return _built_in(name)
     if name.startswith("roofline:"):
         return parse_profile(name, _roofline(name))
-    if not name.endswith(".json"):
+    path, _, shape = name.partition("#")
+    if not path.endswith(".json"):
         raise ValueError(
             f"no cost model '{name}'; there are {', '.join(BUILT_IN)}, "
-            "roofline:GPU/MODEL[+DRAFT][:tp=N], and the path of a .json profile"
+            "roofline:GPU/MODEL[+DRAFT][:tp=N[,draft_tp=M]], and the path of a .json profile"
         )
     try:
-        profile = json.loads(Path(name).read_text(encoding="utf-8"))
+        profile = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot read the cost profile {name}: {reason}") from error
+        raise ValueError(f"cannot read the cost profile {path}: {reason}") from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the cost profile {name} is not JSON: {error}") from error
-    return parse_profile(name, profile)
+    return parse_profile(name, profile_in(path, profile, shape))
 
 
 @cache
@@ -96,11 +104,10 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def _roofline(name: str) -> dict[str, Any]:
-    """Return the profile of `roofline:GPU/MODEL[+DRAFT][:tp=N]`."""
-    where, _, option = name.removeprefix("roofline:").partition(":")
-    gpu, slash, models = where.partition("/")
-    model, _, draft = models.partition("+")
-    degree = option.removeprefix("tp=") if option else "1"
-    if not slash or (option and not option.startswith("tp=")) or not degree.isdecimal():
-        raise ValueError(f"'{name}' must be like roofline:h100/llama-3.1-8b+llama-3.2-1b:tp=1")
-    return roofline(gpu, model, draft, int(degree))
+    """Return the profile of `roofline:GPU/MODEL[+DRAFT][:tp=N[,draft_tp=M]]`."""
+    found = _ROOFLINE.fullmatch(name)
+    if found is None:
+        like = "roofline:h100/llama-3.1-8b+llama-3.2-1b:tp=2,draft_tp=1"
+        raise ValueError(f"'{name}' must be like {like}")
+    gpu, model, draft, tp, draft_tp = found.groups()
+    return roofline(gpu, model, draft or "", int(tp or 1), int(draft_tp or 1))

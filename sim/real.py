@@ -1,15 +1,17 @@
 """Sim to real: what policies gain as the simulator foretells it, beside what the engine measures.
 
-One run of the engine gives step times, from which a cost model is learned (`cost.StepTime`); a
-counterfactual trace gives acceptance. Both the engine and the simulator then play the same waves of
-requests, greedily and to the same lengths. Only steps without prompts count: a prompt takes as long
-under every policy.
+One run of the engine gives step times, on which a cost model is fitted (`step_costs.py`); a
+counterfactual trace gives acceptance; policies take as long as they take. Both the engine and the
+simulator then play the same waves of requests, greedily and to the same lengths. Only steps without
+prompts count: a prompt takes as long under every policy.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,28 +22,32 @@ from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams, SpeculationParams
 from parlay.engine.step import Engine, EngineConfig
 from parlay.policies.baselines.rows import batch_plan
-from parlay.policies.cost import StepTime as Learned
 from parlay.policies.policy import EngineLimits, Policy, Stateless
 from parlay.policies.types import (
     DRAFT_MODEL,
     MEDUSA,
     NGRAM,
     NONE,
-    PROPOSERS,
     BatchView,
     Plan,
     Proposer,
     StepOutcome,
 )
 from parlay.sim.backend import SimBackend
-from parlay.sim.costs import CostModel, StepTime, Work
+from parlay.sim.costs import CostModel
 from parlay.sim.counterfactual import TracedRequest, TraceLuck
+from parlay.sim.step_costs import StepCosts, StepLog, fit_costs
 
 MakePolicy = Callable[[EngineLimits], Policy]
-_SWEPT = ((NONE, 0), (DRAFT_MODEL, 1), (NGRAM, 4), (DRAFT_MODEL, 2), (NONE, 0), (DRAFT_MODEL, 4),
-          (NGRAM, 8), (DRAFT_MODEL, 8))  # fmt: skip
-"""What the run that costs are learned from drafts, step after step: (proposer, k) of every row."""
+_SWEPT = ((NONE, 0), (NGRAM, 4), (DRAFT_MODEL, 1), (NGRAM, 8), (DRAFT_MODEL, 4), (NONE, 0),
+          (DRAFT_MODEL, 2), (NGRAM, 16), (DRAFT_MODEL, 8))  # fmt: skip
+"""What the run that costs are learned from drafts, in turn: (proposer, k) of every row."""
 _HEADS = (MEDUSA, 2)
+_HELD_STEPS = 12
+"""Steps of one choice, which find the caches as its like leave them, as under a policy."""
+_SWEEPS = 2
+_COLD = 1 << 22
+"""Numbers read before a policy is asked, 32 MiB: in an engine it finds its caches cold."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,40 +72,21 @@ class Compared:
 class Agreement:
     """Gains over the first policy [policies - 1]: foretold, measured; their agreement.
 
-    errors: foretold over measured, less 1. tau: Kendall's, of all policies' gains.
+    errors: foretold over measured, less 1. tau: Kendall's, of all policies' gains. repeat_tau and
+    repeat_error: how one round of measuring agrees with another, the mean over pairs and the
+    largest; more cannot be foretold. None of one round.
     """
 
     foretold: list[float]
     measured: list[float]
     errors: list[float]
     tau: float
-
-
-@dataclass(slots=True, frozen=True)
-class LearnedCosts:
-    """A cost model that says what `cost.StepTime` learned from an engine's steps."""
-
-    learned: Learned
-    name: str = "learned"
-    bucket_edges: tuple[int, ...] = ()
-
-    def time(self, work: Work) -> StepTime:
-        """Return what `work` takes; the host's part is within the verify pass."""
-        verify_ms = 0.0
-        draft_ms = np.zeros(PROPOSERS, np.float32)
-        if work.tokens:
-            tokens = np.array([float(work.tokens)])
-            verify_ms = float(self.learned.verify_ms(tokens, float(work.kv_tokens))[0])
-        a_pass, token_ms, catch_up = self.learned.draft_ms()
-        rows = sum(work.draft_rows)
-        draft_ms[DRAFT_MODEL] = a_pass * len(work.draft_rows) + float(token_ms[DRAFT_MODEL]) * rows
-        draft_ms[DRAFT_MODEL] += catch_up * work.catch_up_tokens
-        draft_ms[NGRAM] = float(token_ms[NGRAM]) * work.ngram_rows
-        return StepTime(verify_ms, draft_ms, 0.0, work.tokens)
+    repeat_tau: float | None
+    repeat_error: float | None
 
 
 class Sweep(Stateless):
-    """Drafts now this, now that, for all rows alike, so that every cost is seen."""
+    """Drafts for some steps this, then that, for all rows alike, so that every cost is seen."""
 
     name = "sweep"
 
@@ -109,8 +96,8 @@ class Sweep(Stateless):
             self.choices.append(_HEADS)
 
     def decide(self, view: BatchView) -> Plan:
-        """Return the next choice for every row."""
-        proposer, k = self.choices[view.step_id % len(self.choices)]
+        """Return the choice of this step for every row."""
+        proposer, k = self.choices[view.step_id // _HELD_STEPS % len(self.choices)]
         return batch_plan(view, Proposer(proposer), k)
 
 
@@ -150,19 +137,15 @@ def waves(asks: Sequence[Ask], at_once: int) -> list[Sequence[Ask]]:
 
 
 def learn_costs(
-    backend: Backend, config: EngineConfig, parts: Iterable[Sequence[Ask]]
-) -> LearnedCosts:
-    """Return the cost model of a run of the engine that drafts now this, now that."""
-    learned = Learned()
-
-    def seen(view: BatchView, outcome: StepOutcome) -> None:
-        drafts = outcome.proposer == DRAFT_MODEL
-        learned.observe(outcome, float(view.draft_kv_lag[drafts].sum()))
-
-    sweep = Player(backend, Sweep, config, seen)
-    for part in parts:
-        sweep.play(part)
-    return LearnedCosts(learned, bucket_edges=backend.limits().bucket_edges)
+    backend: Backend, config: EngineConfig, parts: Sequence[Sequence[Ask]]
+) -> StepCosts:
+    """Return the cost model of a run of the engine that drafts for some steps this, then that."""
+    log = StepLog()
+    sweep = Player(backend, Sweep, config, log.add)
+    for _ in range(_SWEEPS):
+        for part in parts:
+            sweep.play(part)
+    return fit_costs(log, backend.limits().bucket_edges)
 
 
 def simulated(costs: CostModel, recorded: list[TracedRequest], limits: EngineLimits) -> SimBackend:
@@ -173,18 +156,41 @@ def simulated(costs: CostModel, recorded: list[TracedRequest], limits: EngineLim
     return SimBackend(luck, costs, limits, index, catches_up=True)
 
 
-def agreement(rows: Sequence[Compared]) -> Agreement:
+def timed(make: MakePolicy, backend: SimBackend) -> MakePolicy:
+    """Return policies whose own time the simulator's clock goes on by, as this machine takes it."""
+    return lambda limits: _Timed(make(limits), backend)
+
+
+def agreement(rows: Sequence[Compared], rounds: int = 1) -> Agreement:
     """Return how well gains foretold and measured agree.
 
     A gain is the median over waves of the ratio to the first policy in the same wave and round,
     which stand close in time: the machine may be slower in others.
     """
-    foretold = [_gain(row.foretold, rows[0].foretold) for row in rows[1:]]
-    measured = [_gain(row.measured, rows[0].measured) for row in rows[1:]]
+    foretold = [_gain(row.foretold, rows[0].foretold) for row in rows]
+    measured = [_gain(row.measured, rows[0].measured) for row in rows]
     errors = [f / m - 1.0 for f, m in zip(foretold, measured, strict=True)]
+    found = [[_gain(own, first) for own, first in each] for each in _by_round(rows, rounds)]
+    pairs = list(itertools.combinations(np.array(found), 2))
+    taus = [float(kendalltau(a, b).statistic) for a, b in pairs]
     return Agreement(
-        foretold, measured, errors, float(kendalltau([1, *foretold], [1, *measured]).statistic)
+        foretold[1:],
+        measured[1:],
+        errors[1:],
+        float(kendalltau(foretold, measured).statistic),
+        float(np.mean(taus)) if pairs else None,
+        max((float(np.abs(a / b - 1.0).max()) for a, b in pairs), default=None),
     )
+
+
+def _by_round(
+    rows: Sequence[Compared], rounds: int
+) -> Iterator[list[tuple[Sequence[float], Sequence[float]]]]:
+    """Yield what each policy measured in each round, and what the first did."""
+    count = len(rows[0].measured) // rounds
+    for start in range(0, rounds * count, count):
+        part = slice(start, start + count)
+        yield [(row.measured[part], rows[0].measured[part]) for row in rows]
 
 
 def _gain(own: Sequence[float], first: Sequence[float]) -> float:
@@ -211,3 +217,29 @@ class _Watched:
         assert self._view is not None, "an outcome follows a decision"
         self._seen(self._view, outcome)
         self._policy.observe(outcome)
+
+
+class _Timed:
+    """A policy that takes its time in the simulator as well."""
+
+    def __init__(self, policy: Policy, backend: SimBackend) -> None:
+        self._policy, self._backend = policy, backend
+        self.name = policy.name
+        self.state, self.load = policy.state, policy.load
+        self.delta, self.merge = policy.delta, policy.merge
+        self._cold = np.ones(_COLD)
+
+    def decide(self, view: BatchView) -> Plan:
+        """Pass on, against the clock."""
+        self._cold.sum()
+        start_s = time.thread_time()
+        plan = self._policy.decide(view)
+        self._backend.time_s += time.thread_time() - start_s
+        return plan
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Pass on, against the clock."""
+        self._cold.sum()
+        start_s = time.thread_time()
+        self._policy.observe(outcome)
+        self._backend.time_s += time.thread_time() - start_s

@@ -23,6 +23,7 @@ from parlay.sim.real import (
     agreement,
     learn_costs,
     simulated,
+    timed,
     waves,
 )
 from parlay.sim.simulate import parse_policy
@@ -60,7 +61,7 @@ def calibrate_check(
     if json_path is not None:
         check_writable(json_path)
     rows = _compared(makers, prompts, tokens, concurrency, rounds, model)
-    found = agreement(rows)
+    found = agreement(rows, rounds)
     Console().print(_table(rows, found))
     if json_path is not None:
         write_json(
@@ -94,7 +95,7 @@ def _compared(
     chosen = [p for some in zip(*of_task, strict=False) for p in some][:prompts]
     folder, draft = model or default_model_dir(), None if model else SHIPPED_DRAFT
     typer.echo(f"recording what every proposer would do on {len(chosen)} answers", err=True)
-    recorded = list(record(folder, tokenizer, draft, chosen, tokens, lambda: None))
+    recorded = list(record(backend, tokenizer, folder, draft, chosen, tokens, lambda: None))
     asks = [
         Ask(ids[p.text], p.task, r.output_tokens) for p, r in zip(chosen, recorded, strict=True)
     ]
@@ -108,7 +109,8 @@ def _compared(
     whole = recorded[: len(parts) * concurrency]
     rows = []
     for name, make in makers.items():
-        stand_in = Player(simulated(costs, whole, backend.limits()), make, config)
+        like = simulated(costs, whole, backend.limits())
+        stand_in = Player(like, timed(make, like), config)
         rows.append(Compared(name, [stand_in.play(p) for _ in range(rounds) for p in parts], []))
     players = [Player(backend, make, config) for make in makers.values()]
     for turn in range(rounds):
@@ -129,12 +131,22 @@ def _maker(text: str) -> MakePolicy:
     return make
 
 
+def _repeated(found: Agreement) -> str:
+    """Return how rounds of measuring agree among themselves, "" of one."""
+    if found.repeat_tau is None:
+        return ""
+    return (
+        f"\nmeasured once and again: tau {found.repeat_tau:.2f},"
+        f" largest difference {found.repeat_error:.0%}"
+    )
+
+
 def _table(rows: list[Compared], found: Agreement) -> Table:
     worst = max(abs(error) for error in found.errors)
     table = Table(
         title=f"gains over {rows[0].policy}: foretold by the simulator, measured on the engine",
         caption=f"Kendall tau {found.tau:.2f} (wanted: {TARGET_TAU}), largest error of a gain"
-        f" {worst:.0%} (wanted: {TARGET_ERROR:.0%})",
+        f" {worst:.0%} (wanted: {TARGET_ERROR:.0%}){_repeated(found)}",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

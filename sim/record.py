@@ -1,12 +1,14 @@
 """Record a counterfactual trace of a real model: every proposer scored at every position.
 
-The target answers prompts greedily; then the n-gram and the draft model guess before each token of
-the answers, as the engine would have them guess there, and are compared with what came.
+The engine itself answers prompts greedily: other kernels round otherwise, and half of the default
+model's answers then part from what the engine says. The n-gram and the draft model guess before
+each token of the answers, as the engine would have them guess there, and are compared with what
+came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +16,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from parlay.engine.distill.generate import Decoder, Job, generate
 from parlay.engine.distill.llama import body_of, target_of
 from parlay.engine.distill.measure import Drafter, accepted_and_sure
 from parlay.engine.distill.prompts import Prompt
 from parlay.engine.distill.states import target_states
 from parlay.engine.draft_format import load_draft
+from parlay.engine.planner import LocalPlanner
 from parlay.engine.proposers.ngram import NgramIndex
+from parlay.engine.request import Request, SamplingParams
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS
+from parlay.engine.step import Engine
 from parlay.engine.tokenizer import Tokenizer
+from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.weights import load_checkpoint
+from parlay.policies.policy import make_policy
 from parlay.policies.types import DRAFT_MODEL, NGRAM, Array
 from parlay.sim.counterfactual import TracedRequest
 
@@ -32,8 +38,9 @@ LONGEST_PROMPT = 400
 
 
 def record(
-    folder: Path,
+    backend: TorchBackend,
     tokenizer: Tokenizer,
+    folder: Path,
     draft: Path | None,
     prompts: Iterable[Prompt],
     new_tokens: int,
@@ -41,30 +48,41 @@ def record(
 ) -> Iterator[TracedRequest]:
     """Yield a traced request for each prompt that fits; answered is told of each answer.
 
-    folder: the target's checkpoint; draft: a draft's file, or None. Raises ValueError as loading
-    them does.
+    backend: of the checkpoint in folder, with any draft; draft: the file of the one to score, or
+    None. Raises ValueError as loading them does.
     """
-    torch.set_num_threads(1)
+    asked = [(p.task, tokenizer.chat([{"role": "user", "content": p.text}])) for p in prompts]
+    asked = [(task, ids) for task, ids in asked if len(ids) <= LONGEST_PROMPT]
+    answers = greedy(backend, [ids for _, ids in asked], tokenizer.eos_ids, new_tokens, answered)
     config, weights = load_checkpoint(folder)
     target = target_of(config, weights, torch.bfloat16)
     drafter = None if draft is None else _drafter(draft, target.embedding)
     layers = () if drafter is None else drafter.body.config.state_layers
-    jobs: list[Job] = []
-    for prompt in prompts:
-        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
-        if len(ids) <= LONGEST_PROMPT:
-            jobs.append(Job(prompt.task, ids, 0.0, len(jobs)))
-    ended: list[Job] = []
+    for number, ((task, ids), out) in enumerate(zip(asked, answers, strict=True)):
+        states = target_states(target, [*ids, *out[:-1]], layers)
+        yield traced(f"{task}-{number}", task, ids, out, drafter, states)
 
-    def finish(job: Job) -> None:
-        job.states.clear()
-        ended.append(job)
-        answered()
 
-    generate(Decoder(config, weights, LONGEST_PROMPT + new_tokens), jobs, new_tokens, finish)
-    for job in sorted(ended, key=lambda job: job.seed):
-        states = target_states(target, [*job.prompt, *job.out[:-1]], layers)
-        yield traced(f"{job.task}-{job.seed}", job.task, job.prompt, job.out, drafter, states)
+def greedy(
+    backend: TorchBackend,
+    prompts: Sequence[Sequence[int]],
+    eos_ids: Sequence[int],
+    new_tokens: int,
+    answered: Callable[[], None],
+) -> list[list[int]]:
+    """Return what the engine answers, without speculation, in at most new_tokens tokens each."""
+    policy = make_policy("none", {}, backend.limits())
+    engine = Engine(backend, LocalPlanner(policy), backend.config, eos_ids=eos_ids)
+
+    def heard(request: Request, _: Sequence[int]) -> None:
+        if request.finished:
+            answered()
+
+    sampling = SamplingParams(max_tokens=new_tokens)
+    requests = [engine.add(ids, sampling, on_tokens=heard) for ids in prompts]
+    while engine.has_work:
+        engine.step()
+    return [list(r.tokens[r.prompt_tokens :]) for r in requests]
 
 
 def traced(

@@ -2,8 +2,9 @@
 
 t = (arithmetic^p + memory^p)^(1/p) + launch for each matrix of a layer. The shares of the peaks
 that kernels reach, p and the launch time are fitted once on measured H200 GEMMs (`build_tables.py`)
-and used for every GPU; all-reduce is latency + bytes / rate, fitted on H200 NVLink. The idea is
-that of Williams et al., "Roofline" (2009).
+and used for every GPU; all-reduce is latency + bytes / rate, fitted on H200 NVLink. Beside matrices
+and attention a pass moves each token through norms, rotary, gate and sampling (`moved_ms`). The
+idea is that of Williams et al., "Roofline" (2009).
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ DRAFTING = {
     "ngram": {"fixed_ms": 0.05, "row_ms": 0.001},
 }
 """What drafting takes beside the draft model's own rows; four Medusa heads."""
+PASS_MS = 0.12
+"""A pass of a drafting head beside its matrices: what they leave of vLLM 32374's .74 ms."""
 _BYTES = 2
+_LOGIT_BYTES = 18
+"""A logit is read, cast to 4 bytes, softmaxed and searched for the largest."""
+_MOVED_SHARE = 0.6
+"""Of the memory rate, for kernels that only move: the least that Microsoft Vidur's layer times of
+norms, rotary, gate and sums leave on an H100 (.60 to .75), somewhat more than on an A100 (.5)."""
 _CURVE = (*range(1, 65), *range(68, 129, 4), *range(136, 513, 8), *range(576, 2049, 64))
 _CURVE_END = (3072, 4096, 6144, 8192, 16384, 32768)
 
@@ -93,35 +101,72 @@ def distinct_experts(tokens: float, experts: int, active: int) -> float:
     return float(experts * (1.0 - (1.0 - active / experts) ** tokens))
 
 
-def roofline(gpu: str, model: str, draft: str = "", tp: int = 1) -> dict[str, Any]:
-    """Return the cost profile of `model` on `tp` GPUs, the draft model (its own usual one) on one.
+def roofline(
+    gpu: str, model: str, draft: str = "", tp: int = 1, draft_tp: int = 1
+) -> dict[str, Any]:
+    """Return the cost profile of `model` on `tp` GPUs, the draft model (its own usual one) on some.
 
-    Raises ValueError for a name that is not in GPUS or MODELS, or a tp that does not divide the
-    heads or has no all-reduce fit (1, 2, 4, 8).
+    draft_tp: how many of the same GPUs run the draft; the two take turns. Raises ValueError for a
+    name that is not in GPUS or MODELS, or a degree that does not divide the heads or has no
+    all-reduce fit (1, 2, 4, 8).
     """
     machine, shape = _known("GPU", gpu, GPUS), _known("model", model, MODELS)
     name = draft or shape.draft
     drafter = _known("model", name, MODELS)
-    if tp != 1 and (str(tp) not in fit()["all_reduce"] or shape.heads % tp):
-        raise ValueError(f"tp={tp} must be 1, 2, 4 or 8 and divide {model}'s {shape.heads} heads")
+    _check_degree("tp", tp, model, shape)
+    _check_degree("draft_tp", draft_tp, name, drafter)
+    beside = f" on {draft_tp}" if draft_tp > 1 else ""
     return {
-        "source": f"roofline of {model} on {tp} {gpu}, {name} drafts",
+        "source": f"roofline of {model} on {tp} {gpu}, {name}{beside} drafts",
         "bucket_edges": [] if shape.experts else list(GRAPH_EDGES),
         "off_edge_factor": 1.0,
         "overhead_ms": HOST_MS,
-        "target": pass_profile(machine, shape, tp),
-        "draft": pass_profile(machine, drafter, 1),
+        "target": _whole_pass(machine, shape, tp),
+        "draft": _whole_pass(machine, drafter, draft_tp),
         **DRAFTING,
+        "draft_pass_ms": PASS_MS,
     }
+
+
+def _whole_pass(gpu: Gpu, model: Model, tp: int) -> dict[str, Any]:
+    """Return `pass_profile` and what it leaves out, as our measured tables do."""
+    profile = pass_profile(gpu, model, tp)
+    pairs = zip(profile["tokens"], profile["ms"], strict=True)
+    return profile | {"ms": [ms + moved_ms(gpu, model, tp, tokens) for tokens, ms in pairs]}
+
+
+def moved_ms(gpu: Gpu, model: Model, tp: int, tokens: int) -> float:
+    """Return what kernels beside matrices and attention take: their bytes at the memory rate.
+
+    Two norms that also add, each read and written twice; rotary, reading and writing queries and
+    keys and writing KV; the gate, of two halves one; in a mixture the sum over a token's experts.
+    """
+    width, kv = model.heads * model.head_dim / tp, max(model.kv_heads / tp, 1.0) * model.head_dim
+    layer = 8 * model.hidden + 2 * (width + kv) + 4 * kv
+    layer += 3 * model.ffn / tp * max(model.active, 1) + model.active * model.hidden
+    size = tokens * (_BYTES * model.layers * layer + _LOGIT_BYTES * model.vocab / tp)
+    return 1e-9 * size / (gpu.memory_tb_s * _MOVED_SHARE)
+
+
+def _check_degree(option: str, degree: int, name: str, shape: Model) -> None:
+    if degree != 1 and (str(degree) not in fit()["all_reduce"] or shape.heads % degree):
+        raise ValueError(
+            f"{option}={degree} must be 1, 2, 4 or 8 and divide {name}'s {shape.heads} heads"
+        )
 
 
 def pass_profile(gpu: Gpu, model: Model, tp: int) -> dict[str, Any]:
     """Return the profile of one pass of `model`: its curve over rows and its attention grid."""
     tokens = list(range(1, 513)) if model.experts else list(_CURVE)
     tokens += [t for t in (*_CURVE, *_CURVE_END) if t > tokens[-1]]
+
+    def ms(rows: int) -> float:
+        layers, head = layers_ms(gpu, model, tp, rows), head_ms(gpu, model, tp, rows)
+        return layers + head + ends_ms(gpu, model, tp, rows)
+
     return {
         "tokens": tokens,
-        "ms": [layers_ms(gpu, model, tp, t) + head_ms(gpu, model, tp, t) for t in tokens],
+        "ms": [ms(t) for t in tokens],
         **attention_profile(gpu, model, tp),
     }
 
@@ -166,6 +211,16 @@ def layers_ms(gpu: Gpu, model: Model, tp: int, tokens: int) -> float:
 def head_ms(gpu: Gpu, model: Model, tp: int, tokens: int) -> float:
     """Return the time of the output layer for `tokens` rows."""
     return _matrix_ms(gpu, tokens, model.hidden, model.vocab / tp)
+
+
+def ends_ms(gpu: Gpu, model: Model, tp: int, tokens: int) -> float:
+    """Return what it takes to have the input of `tokens` rows on every GPU and the logits on one.
+
+    The input is summed like a layer's output, from an embedding that is shared out. A gather of the
+    logits moves half of what summing them would, in a ring.
+    """
+    summed = all_reduce_ms(gpu, tp, tokens * model.hidden * _BYTES)
+    return summed + all_reduce_ms(gpu, tp, tokens * model.vocab * _BYTES) / 2.0
 
 
 def all_reduce_ms(gpu: Gpu, tp: int, size: float) -> float:

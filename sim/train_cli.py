@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from parlay.sim.bar import Bar
 from parlay.sim.export import COMPARED
 from parlay.sim.scenario import named_scenarios
 from parlay.sim.sweep import grid, sweep
@@ -71,19 +72,18 @@ def train(
 def _one(task: Training, resume: bool, console: Console) -> None:
     """Run a training under a bar, and say how its network does."""
     with _bar(console) as bar:
-        shown = bar.add_task("preparing", total=1.0)
+        shown = bar.add("preparing", 1.0)
 
         def tell(share: float, row_steps: int, gain: float) -> None:
             text = f"{1e-6 * row_steps:.2f}M row-steps, {gain:.2f}x no speculation"
-            bar.update(shown, completed=share, description=text)
+            bar.update(shown, text, completed=share)
 
         card = run(task, resume, tell)
     _show(task.out, card, console)
 
 
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+def _bar(console: Console) -> Bar:
+    return Bar(console, TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
 
 
 def _choices(settings: list[str]) -> dict[str, list[float]]:
@@ -103,12 +103,12 @@ def _choices(settings: list[str]) -> dict[str, list[float]]:
 def _swept(tasks: list[Training], workers: int, ray: str, console: Console) -> None:
     """Run a sweep under a bar, and say how all did and where the best is."""
     with _bar(console) as bar:
-        shown = bar.add_task("training", total=len(tasks))
+        shown = bar.add("training", len(tasks))
         best = [0.0]
 
         def tell(_: int, score: float) -> None:
             best[0] = max(best[0], score)
-            bar.update(shown, advance=1, description=f"best so far {best[0]:.3f}x no speculation")
+            bar.update(shown, f"best so far {best[0]:.3f}x no speculation", advance=1)
 
         runs = sweep(tasks, workers, ray, done=tell)
     table = Table(title=f"{tasks[0].out}: the best of {len(runs)}")

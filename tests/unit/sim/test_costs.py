@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM
-from parlay.sim.compare_costs import compare, emitted, uniform_step
+from parlay.sim.compare_costs import compare, uniform_step
 from parlay.sim.costs import BUILT_IN, Work, load_costs
 
 GRID = {
@@ -234,20 +234,32 @@ def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_published_figures_are_met_as_far_as_they_are() -> None:
     """Bounds are what was found, rounded up: they hold us to it, and say where we are wrong."""
     rows = compare()
-    worst: dict[tuple[str, bool], float] = {}
-    for row in rows:
-        key = row.source, row.fitted
-        worst[key] = max(worst.get(key, 0.0), abs(row.error))
-    assert worst["vLLM on GH200", True] < 0.12
-    assert worst["vLLM on GH200", False] < 0.28
-    assert worst["Nightjar on A100", True] < 0.01
-    assert worst["Nightjar on A100", False] < 0.20
-    verify = [abs(r.error) for r in rows if r.source == "2601.11580" and "verify" in r.setting]
-    assert max(verify) < 0.24
-    assert np.median(verify) < 0.10
-    steps = {r.setting: abs(r.error) for r in rows if r.source == "vLLM 32374"}
-    assert max(error for at, error in steps.items() if "batch 256" not in at) < 0.20
-    assert max(steps.values()) < 0.40
+
+    def worst(source: str, of: str, without: str = "nothing") -> float:
+        return max(
+            abs(row.error)
+            for row in rows
+            if row.source == source and of in row.setting and without not in row.setting
+            if not row.fitted
+        )
+
+    assert worst("vLLM on GH200", "batch 256") < 0.05
+    assert worst("Nightjar on A100", "batch 128") < 0.11
+    assert worst("2601.11580", "k=0") < 0.10
+    assert worst("2601.11580", "k=3 context") < 0.16
+    assert worst("2601.11580", "EAGLE", "batch 64") < 0.10
+    assert worst("2601.11580", "EAGLE") < 0.20
+    assert worst("vLLM 32374", "batch", "batch 256") < 0.06
+    assert worst("vLLM 32374", "batch 256") < 0.24
+    assert worst("SGLang", "batch") < 0.30
+    assert all(abs(row.error) < 0.03 for row in rows if row.fitted)
+
+
+def test_few_points_are_fitted_and_each_is_said_to_be() -> None:
+    rows = compare()
+    fitted = [row for row in rows if row.fitted]
+    assert len(rows) > 3 * len(fitted)
+    assert all("batch 1 " in row.setting or "batch 256 k=0" in row.setting for row in fitted)
 
 
 def test_speculation_crosses_from_gain_to_loss_where_it_was_seen_to() -> None:
@@ -264,9 +276,7 @@ def test_speculation_crosses_from_gain_to_loss_where_it_was_seen_to() -> None:
     )
 
 
-def test_emitted_tokens_are_the_geometric_sum() -> None:
-    assert emitted(0.0, 5) == 1.0
-    assert emitted(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
+def test_a_step_without_drafts_has_no_draft_time() -> None:
     step = uniform_step(load_costs("h200_8b"), 4, 0, 1024)
     assert step.draft_ms.sum() == 0.0
 

@@ -1,14 +1,25 @@
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 from parlay.engine.step import EngineConfig
-from parlay.policies.policy import EngineLimits, make_policy
-from parlay.policies.types import DRAFT_MODEL, NGRAM
+from parlay.policies.baselines.rows import batch_plan
+from parlay.policies.policy import EngineLimits, Stateless, make_policy
+from parlay.policies.types import DRAFT_MODEL, NGRAM, BatchView, Plan, Proposer
 from parlay.sim.costs import Work, load_costs
 from parlay.sim.counterfactual import TracedRequest
-from parlay.sim.real import Ask, Compared, Player, agreement, learn_costs, simulated, waves
+from parlay.sim.real import (
+    Ask,
+    Compared,
+    Player,
+    agreement,
+    learn_costs,
+    simulated,
+    timed,
+    waves,
+)
 
 LIMITS = EngineLimits(0b111, 8, (), 512)
 CONFIG = EngineConfig(context_tokens=4096)
@@ -85,10 +96,49 @@ def test_gains_are_of_the_same_wave() -> None:
     found = agreement(rows)
     assert found.errors == pytest.approx([0.0, 0.5 / 0.6 - 1.0])
     assert found.tau == pytest.approx(1.0)
+    assert found.repeat_tau is None
     swapped = [dataclasses.replace(rows[0]), rows[2], rows[1]]
     assert agreement(swapped).measured == pytest.approx([0.6, 1.5])
+
+
+def test_rounds_of_measuring_are_compared_with_each_other() -> None:
+    rows = [
+        Compared("none", [1.0] * 4, [10.0, 10.0, 20.0, 20.0]),
+        Compared("a", [1.0] * 4, [12.0, 12.0, 30.0, 30.0]),
+        Compared("b", [1.0] * 4, [13.0, 13.0, 28.0, 28.0]),
+    ]
+    found = agreement(rows, rounds=2)
+    assert found.repeat_tau == pytest.approx(1 / 3)
+    assert found.repeat_error == pytest.approx(0.2)  # 1.2 against 1.5
 
 
 def test_waves_are_full() -> None:
     asks = asks_of(recorded(5))
     assert [len(part) for part in waves(asks, 2)] == [2, 2]
+
+
+class Slow(Stateless):
+    """Decides nothing, in 3 ms of its thread's time."""
+
+    name = "slow"
+
+    def decide(self, view: BatchView) -> Plan:
+        end_s = time.thread_time() + 0.003
+        while time.thread_time() < end_s:
+            pass
+        return batch_plan(view, Proposer.NONE, 0)
+
+
+def test_a_policy_takes_its_time_in_the_simulator_too() -> None:
+    requests = recorded(4)
+    like = simulated(COSTS, requests, LIMITS)
+    seen: list[float] = []
+    player = Player(
+        like, timed(lambda _: Slow(), like), CONFIG, lambda _, o: seen.append(o.step_ms)
+    )
+    player.play(asks_of(requests))
+    without: list[float] = []
+    Player(like, lambda _: Slow(), CONFIG, lambda _, o: without.append(o.step_ms)).play(
+        asks_of(requests)
+    )
+    assert np.median(np.array(seen) - without) == pytest.approx(3.0, abs=0.5)
