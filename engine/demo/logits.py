@@ -12,7 +12,6 @@ from torch import Tensor
 from parlay.engine.models import Llama
 from parlay.engine.runner import Model, Runner
 from parlay.engine.spans import Spans
-from parlay.engine.weights import load_checkpoint
 from parlay.policies.types import Array
 
 ROW_COUNTS = (4, 16)
@@ -21,6 +20,8 @@ BLOCK_TOKENS = 16
 
 def float32_copy(checkpoint: str | Path, device: torch.device) -> Llama:
     """Load a checkpoint in float32."""
+    from parlay.engine.weights import load_checkpoint  # `parlay gpu-check` has no files to read
+
     config, weights = load_checkpoint(checkpoint)
     return Llama(config, weights, weights["model.embed_tokens.weight"], torch.float32, device)
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from parlay.engine.demo.run import DemoRun
 from parlay.engine.demo.stats import NONE
 from parlay.policies.types import Array
+
+if TYPE_CHECKING:
+    from parlay.engine.demo.run import DemoRun
 
 QUANTILE = 0.999
 

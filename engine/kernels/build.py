@@ -12,15 +12,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from parlay.engine.weights import cache_dir
-
 SOURCE = Path(__file__).with_name("llama.c")
-FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 SYMBOLS = (
     "parlay_pack",
     "parlay_linear",
     "parlay_scratch_bytes",
     "parlay_forward",
+    "parlay_launch",
+    "parlay_land",
     "parlay_move",
 )
 NEEDS = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16"))
@@ -65,6 +65,8 @@ def cpu_flags() -> frozenset[str]:
 
 def _compiled(compiler: str, flags: frozenset[str]) -> ctypes.CDLL:
     """Load the library for this source, compiler and processor; compile it where none is sound."""
+    from parlay.engine.weights import cache_dir  # a GPU's engine needs no safetensors
+
     source = SOURCE.read_bytes()
     names = (compiler, *FLAGS, *sorted(flags))
     key = hashlib.sha256(source + "\0".join(names).encode()).hexdigest()[:16]
