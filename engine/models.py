@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parlay.engine.attention.alone import AloneAttention
+from parlay.engine.attention.choice import choose_attention
 from parlay.engine.attention.paged import Attention, PagedKV
-from parlay.engine.attention.sdpa import SdpaAttention
 from parlay.engine.layers import Loader
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
@@ -80,7 +80,8 @@ class Llama:
         """Return an empty paged cache with the attention over it."""
         c = self.config
         cache = PagedKV(c, blocks, block_tokens, self.dtype, self.device)
-        return (AloneAttention if self.invariant else SdpaAttention)(cache, c.heads)
+        made = AloneAttention if self.invariant else choose_attention(self.device)
+        return made(cache, c.heads)
 
     def embed(self, ids: Tensor, states: Tensor | None = None) -> Tensor:
         """Return the input of tokens; see `Model.embed`."""
@@ -98,9 +99,19 @@ class Llama:
         self, x: Tensor, cache: Attention, spans: Spans, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """Run every layer; see `Model.run`."""
+        return self.run_over(x, cache, self.plans(cache, spans), taps)
+
+    def plans(self, cache: Attention, spans: Spans) -> list[Any]:
+        """Return a pass over `spans` for each of the reaches."""
+        return [cache.plan(spans, reach.window) for reach in self.reaches]
+
+    def run_over(
+        self, x: Tensor, cache: Attention, plans: Sequence[Any], taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Do as `run` over passes that are laid out: one for each of the reaches."""
         c, half = self.config, self.config.head_dim // 2
         tapped: list[Tensor] = []
-        seen = [self._seen(reach, cache, spans) for reach in self.reaches]
+        seen = [_seen(*both) for both in zip(self.reaches, plans, strict=True)]
         for index, layer in enumerate(self.layers):
             plan, cos, sin = seen[layer.reach]
             y = layer.qkv(self._normed(x, layer.input_norm))
@@ -145,7 +156,7 @@ class Llama:
         sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
         return Reach(cos.to(self.device, self.dtype), sin.to(self.device, self.dtype), window)
 
-    def _seen(self, reach: Reach, cache: Attention, spans: Spans) -> tuple[Any, Tensor, Tensor]:
-        """Lay out a pass for the layers of one reach; cos and sin are [tokens, 1, head_dim]."""
-        plan = cache.plan(spans, reach.window)
-        return plan, reach.cos[plan.positions], reach.sin[plan.positions]
+
+def _seen(reach: Reach, plan: Any) -> tuple[Any, Tensor, Tensor]:
+    """Return a pass of one reach with its tokens' cos and sin [tokens, 1, head_dim]."""
+    return plan, reach.cos[plan.positions], reach.sin[plan.positions]

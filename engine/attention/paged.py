@@ -26,7 +26,10 @@ GROUP_COST = 16
 
 
 class PagedKV:
-    """The keys and values of one model, every layer, in blocks."""
+    """The keys and values of one model, every layer, in blocks.
+
+    pool [layers, 2 * kv_heads * blocks * block_tokens, head_dim]; layers: its parts.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,8 @@ class PagedKV:
         self.blocks, self.block_tokens = blocks, block_tokens
         self.heads, self.head_dim = config.kv_heads, config.head_dim
         rows = 2 * config.kv_heads * blocks * block_tokens
-        self.layers = [
-            torch.zeros(rows, config.head_dim, dtype=dtype, device=device)
-            for _ in range(config.layers)
-        ]
+        self.pool = torch.zeros(config.layers, rows, config.head_dim, dtype=dtype, device=device)
+        self.layers = list(self.pool.unbind())
 
     def move(self, from_slots: Tensor, to_slots: Tensor) -> None:
         """Copy the keys and values of slots i64 [n] to others, in every layer.
