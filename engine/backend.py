@@ -146,6 +146,16 @@ class Backend(Protocol):
         """
         ...
 
+    def launch(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Any:
+        """Begin what `verify` does and return, `land` must follow; the pass goes on by itself where
+        the backend can.
+        """  # noqa: D205
+        ...
+
+    def land(self, flying: Any) -> Verified:
+        """Wait for what was launched."""
+        ...
+
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has finished or was preempted."""
         ...

@@ -16,14 +16,18 @@ from parlay.engine.options import (
     BatchInvariant,
     CorpusFiles,
     Device,
+    DraftTensorParallel,
     Dtype,
     ModelFolder,
     OfDraft,
+    Overlap,
     PolicyName,
     Settings,
     Sidecar,
+    TensorParallel,
     chosen_policy,
 )
+from parlay.policies.files import check_writable
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the figures here")
@@ -49,7 +53,8 @@ def demo(
 ) -> None:
     """Decode a mixed workload with and without speculation, and under a sidecar that steers it."""
     with one_line("demo"):
-        _writable(json_file)
+        if json_file is not None:
+            check_writable(json_file)
         from rich.console import Console
 
         from parlay.engine.demo.main import demo_main
@@ -70,6 +75,9 @@ def generate(
     draft_dtype: OfDraft = None,
     draft_device: OfDraft = None,
     batch_invariant: BatchInvariant = False,
+    tensor_parallel: TensorParallel = 1,
+    draft_tensor_parallel: DraftTensorParallel = 1,
+    overlap: Overlap = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="apply the chat template")] = True,
     max_tokens: Annotated[int, typer.Option(help="end after so many tokens")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -94,7 +102,16 @@ def generate(
             temperature=temperature, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ())
         )
         chosen = chosen_policy(policy, settings, sidecar)
-        runs = Placement(dtype, device, draft_dtype, draft_device, batch_invariant)
+        runs = Placement(
+            dtype,
+            device,
+            draft_dtype,
+            draft_device,
+            batch_invariant,
+            tensor_parallel,
+            draft_tensor_parallel,
+            overlap,
+        )
         with open_engine(model, *chosen, sidecar, runs, corpus or ()) as (engine, tokenizer):
             ids = (
                 tokenizer.chat([{"role": "user", "content": text}])
@@ -123,7 +140,8 @@ def bench_engine(
 ) -> None:
     """Compare our engine with Hugging Face's generate, with vLLM, and with memory's floor."""
     with one_line("bench engine"):
-        _writable(json_file)
+        if json_file is not None:
+            check_writable(json_file)
         from rich.console import Console
 
         from parlay.engine.bench_main import FULL, QUICK, bench_main
@@ -131,17 +149,10 @@ def bench_engine(
         bench_main(QUICK if quick else FULL, without or (), vllm_python, json_file, Console())
 
 
-def _writable(file: Path | None) -> None:
-    """Find out before the work, not after it, whether the figures can be written."""
-    if file is not None:
-        try:
-            file.open("a", encoding="utf-8").close()
-        except OSError as error:
-            raise ValueError(f"cannot write {file}: {error.strerror}") from None
-
-
 def _text(prompt: str) -> str:
     """Return the prompt, standard input for -; raises ValueError where it is no text."""
+    if prompt == "-" and sys.stdin is None:
+        raise ValueError("the prompt is -, but standard input is closed")
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from parlay.engine.corpus import proposer_from, read_texts
-from parlay.engine.planner import Planner
+from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.sparing import SparingPlanner
 from parlay.engine.step import Engine
 from parlay.engine.tokenizer import StreamDecoder, Tokenizer
 from parlay.policies.policy import make_policy
 from parlay.policies.types import PlanSource, Proposer, StepOutcome
+
+if TYPE_CHECKING:
+    from parlay.engine.torch_backend import TorchBackend
 
 
 class StopText:
@@ -156,13 +159,44 @@ def _summary(
 
 @dataclass(slots=True, frozen=True)
 class Placement:
-    """How models run: the arguments of `load_backend` that have these names."""
+    """How and where models run: the arguments of `load_backend` that have these names.
+
+    tensor_parallel, draft_tensor_parallel: how many ranks run the target, and the draft model; of
+    those that both have rank 0 is this process, which does all else. overlap: whether a policy here
+    decides while the target's pass runs; None: on a GPU.
+    """
 
     dtype: str = "auto"
     device: str = "cpu"
     draft_dtype: str | None = None
     draft_device: str | None = None
     batch_invariant: bool = False
+    tensor_parallel: int = 1
+    draft_tensor_parallel: int = 1
+    overlap: bool | None = None
+
+    def __str__(self) -> str:
+        """Return who runs what, as a ready line says it; empty: this process everything."""
+        if self.tensor_parallel == self.draft_tensor_parallel == 1:
+            return ""
+        return f"tensor parallel: target {self.tensor_parallel}, draft {self.draft_tensor_parallel}"
+
+    @contextmanager
+    def load(self, model: Path | None, **load: Any) -> Iterator[tuple[TorchBackend, Tokenizer]]:
+        """Load a backend, with a process for each rank behind 0; they end with the context.
+
+        load: other arguments of `load_backend`. Raises ValueError, and RankLost where one is.
+        """
+        from parlay.engine.parallel_team import open_team
+
+        named = asdict(self)
+        del named["overlap"]
+        degrees = named.pop("tensor_parallel"), named.pop("draft_tensor_parallel")
+        with open_team(*degrees) as team:
+            # torch takes a second: only when it is needed, and while the ranks start
+            from parlay.engine.llm import load_backend
+
+            yield load_backend(model, **named, team=team, **load)
 
 
 @contextmanager
@@ -184,19 +218,20 @@ def open_engine(
     """
     make_policy(policy, settings)  # a wrong name should not wait for the model
     texts = read_texts(corpus)
-    from parlay.engine.llm import load_backend  # torch takes a second: only when it is needed
+    with runs.load(model, **load) as (backend, tokenizer):
+        if texts:
+            backend.ngram = proposer_from(texts, tokenizer)
+        decides = make_policy(policy, settings, backend.limits())
+        overlap = backend.target.device.type == "cuda" if runs.overlap is None else runs.overlap
+        config = replace(backend.config, overlap=overlap and sidecar is None)
+        planner: Planner = LocalPlanner(decides) if config.overlap else SparingPlanner(decides)
+        if sidecar is not None:
+            from parlay.engine.remote import EngineInfo, RemotePlanner
 
-    backend, tokenizer = load_backend(model, **asdict(runs), **load)
-    if texts:
-        backend.ngram = proposer_from(texts, tokenizer)
-    planner: Planner = SparingPlanner(make_policy(policy, settings, backend.limits()))
-    if sidecar is not None:
-        from parlay.engine.remote import EngineInfo, RemotePlanner
-
-        planner = RemotePlanner(sidecar, EngineInfo(engine_id, backend.limits()), planner)
-    with closing(planner):
-        engine = Engine(backend, planner, backend.config, tokenizer.decode, tokenizer.eos_ids)
-        yield engine, tokenizer
+            planner = RemotePlanner(sidecar, EngineInfo(engine_id, backend.limits()), planner)
+        with closing(planner):
+            engine = Engine(backend, planner, config, tokenizer.decode, tokenizer.eos_ids)
+            yield engine, tokenizer
 
 
 def unheard(planner: Planner) -> str | None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from parlay.engine.draft_format import load_draft
 from parlay.engine.linear import can_pack
 from parlay.engine.medusa_format import OfTarget, load_heads
+from parlay.engine.model_config import ModelConfig
+from parlay.engine.parallel_orders import DRAFT, TARGET
 from parlay.engine.runner import Model, load_model
 from parlay.engine.scheduler import DRAFT_WINDOW_TOKENS, EngineConfig
 from parlay.engine.tokenizer import Tokenizer
 from parlay.engine.tokenizer import load as load_tokenizer
 from parlay.engine.torch_backend import DraftModel, TorchBackend
 from parlay.engine.weights import default_model_dir, load_checkpoint
+
+if TYPE_CHECKING:
+    from parlay.engine.parallel_team import Team
 
 SHIPPED_DRAFT = Path(__file__).parent / "data" / "smollm2_draft.safetensors"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,6 +41,7 @@ def load_backend(
     draft_dtype: str | None = None,
     draft_device: str | None = None,
     batch_invariant: bool = False,
+    team: Team | None = None,
 ) -> tuple[TorchBackend, Tokenizer]:
     """Load a backend and its tokenizer.
 
@@ -42,7 +51,8 @@ def load_backend(
     folder, None: no heads. dtype "auto": bfloat16 where the device is fast in it. draft_dtype and
     draft_device: the draft model's own, None: the target's. batch_invariant: the target gives a
     token the same bits alone, in a batch and among drafts, which costs speed where the CPU kernels
-    do not run. Raises ValueError.
+    do not run. team: of `open_team`, the ranks that run target and draft besides this process, each
+    with as many threads. Raises ValueError, and RankLost where a rank is.
     """
     if threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
@@ -62,11 +72,12 @@ def load_backend(
             f"the model's context is {sizes.context} tokens, not {config.context_tokens}"
         )
     embedding = weights["model.embed_tokens.weight"]
-    size = config.block_tokens
-    target = load_model(sizes, weights, embedding, kind, place, size, batch_invariant)
+    loads = _Loads(config.block_tokens, team)
+    target = loads.load(TARGET, sizes, weights, embedding, (kind, place), batch_invariant)
     drafter, heads = None, None
     if draft is not None and draft != NO_DRAFT:
-        drafter = _load_draft(Path(draft), target, embedding, (draft_kind, draft_place), config)
+        runs_in = draft_kind, target.device if draft_device is None else draft_place
+        drafter = _load_draft(Path(draft), target, embedding, runs_in, config, loads)
     if medusa is not None:
         head = weights.get("lm_head.weight", embedding).to(target.device, target.dtype)
         heads = load_heads(Path(medusa), OfTarget(sizes, target.embedding, head))
@@ -79,15 +90,42 @@ def draft_window_tokens(draft: str | Path | None, context_tokens: int) -> int:
     return context_tokens if draft and Path(draft).is_dir() else DRAFT_WINDOW_TOKENS
 
 
+RunsIn = tuple[torch.dtype, torch.device]
+
+
+@dataclass(slots=True, frozen=True)
+class _Loads:
+    """Loads models to where they run: this process, or the ranks of a team."""
+
+    block_tokens: int
+    team: Team | None
+
+    def load(
+        self,
+        role: int,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        runs_in: RunsIn,
+        invariant: bool = False,
+    ) -> Model:
+        """Load a role's model, which reads `embedding`."""
+        if self.team is None or self.team.degrees[role] == 1:
+            return load_model(config, weights, embedding, *runs_in, self.block_tokens, invariant)
+        from parlay.engine.parallel_model import load_parallel
+
+        return load_parallel(self.team, role, config, weights, embedding, *runs_in, invariant)
+
+
 def _load_draft(
     path: Path,
     target: Model,
-    embedding: torch.Tensor,
-    runs_in: tuple[torch.dtype, torch.device],
+    embedding: Tensor,
+    runs_in: RunsIn,
     engine: EngineConfig,
+    loads: _Loads,
 ) -> DraftModel:
     """Load a draft in its dtype to its device; a file's draft reads the target's embedding."""
-    dtype, device = runs_in
     if path.is_dir():
         sizes, weights = load_checkpoint(path)
         if sizes.vocab != target.config.vocab:
@@ -105,8 +143,8 @@ def _load_draft(
             f"the draft model's context is {sizes.context} tokens, the engine's"
             f" {engine.context_tokens}: take another draft or set context_tokens"
         )
-    model = load_model(sizes, weights, own, dtype, device, engine.block_tokens)
-    return DraftModel(model, ids.to(device))
+    model = loads.load(DRAFT, sizes, weights, own, runs_in)
+    return DraftModel(model, ids.to(model.device))
 
 
 def _device(name: str) -> torch.device:

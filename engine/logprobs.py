@@ -27,7 +27,7 @@ def logprobs_of(
     i32 [rows] and tokens i64 [rows, K + 1] are those of `places.rows`, requests the batch's. path
     i64 [rows, K]: the accepted nodes where the drafts are trees. Nothing is computed for others.
     """
-    asking = [i for i, r in enumerate(places.rows) if requests[r].sampling.logprobs is not None]
+    asking = asking_of(requests, places)
     if not asking:
         return {}
     counts = [int(accepted[i]) + 1 for i in asking]
@@ -37,21 +37,51 @@ def logprobs_of(
         [places.starts[i] + nodes[i, :n] for i, n in zip(asking, counts, strict=True)]
     )
     drawn = np.concatenate([tokens[i, :n] for i, n in zip(asking, counts, strict=True)])
-    law = torch.log_softmax(logits[torch.from_numpy(where).to(logits.device)].float(), -1)
-    own = law.gather(1, torch.from_numpy(drawn).to(law.device)[:, None])[:, 0].tolist()
-    most = max(requests[places.rows[i]].sampling.logprobs or 0 for i in asking)
+    device = logits.device
+    at, token = torch.from_numpy(where).to(device), torch.from_numpy(drawn).to(device)
+    own, ids, values = told(logits[at], token, most_of(requests, places, asking))
+    rows = places.rows[asking].tolist()
+    return collected(
+        requests, rows, counts, drawn.tolist(), own.tolist(), ids.tolist(), values.tolist()
+    )
+
+
+def asking_of(requests: Sequence[Request], places: Places) -> list[int]:
+    """Return which of the rows that emit have asked for logprobs."""
+    return [i for i, r in enumerate(places.rows) if requests[r].sampling.logprobs is not None]
+
+
+def most_of(requests: Sequence[Request], places: Places, asking: Sequence[int]) -> int:
+    """Return how many of the likeliest tokens any of the asking rows wants to know."""
+    return max(requests[places.rows[i]].sampling.logprobs or 0 for i in asking)
+
+
+def told(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of logits [n, vocab] the logprobs f32 [n] of tokens i64 [n], and the likeliest `most`
+    tokens, i64 [n, most], with theirs.
+    """  # noqa: D205
+    law = torch.log_softmax(logits.float(), -1)
     top = law.topk(min(most, law.shape[-1]))
-    best = [
-        list(zip(ids, values, strict=True))
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+    return law.gather(1, tokens[:, None])[:, 0], top.indices, top.values
+
+
+def collected(
+    requests: Sequence[Request],
+    rows: Sequence[int],
+    counts: Sequence[int],
+    drawn: list[int],
+    own: list[float],
+    ids: list[list[int]],
+    values: list[list[float]],
+) -> dict[int, list[TokenLogprob]]:
+    """Return logprobs by batch row of `rows`, of which each has counts[i] of what follows, flat."""
+    best = [list(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]
     found: dict[int, list[TokenLogprob]] = {}
     at = 0
-    for i, n in zip(asking, counts, strict=True):
-        row = int(places.rows[i])
+    for row, n in zip(rows, counts, strict=True):
         wanted = requests[row].sampling.logprobs or 0
         found[row] = [
-            TokenLogprob(int(drawn[j]), own[j], tuple(best[j][:wanted])) for j in range(at, at + n)
+            TokenLogprob(drawn[j], own[j], tuple(best[j][:wanted])) for j in range(at, at + n)
         ]
         at += n
     return found

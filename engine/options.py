@@ -24,8 +24,18 @@ Sidecar = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 OfDraft = Annotated[str | None, typer.Option(help="the draft model's [default: the model's]")]
+TensorParallel = Annotated[int, typer.Option(help="processes that share the model's work")]
+DraftTensorParallel = Annotated[int, typer.Option(help="of these, those that run the draft model")]
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="same bits alone, batched, among drafts")
+]
+Overlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="decide while the target's pass runs, on a core of its own [default: on a GPU]",
+        show_default=False,
+    ),
 ]
 CorpusFiles = Annotated[
     list[Path] | None,

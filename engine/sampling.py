@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parlay.engine.request import Request, SamplingParams
+from parlay.engine.transfer import upload
+from parlay.policies.types import Array
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,6 +38,14 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def mix64s(x: Array) -> Array:
+    """Return `mix64` of each element of a u64 array."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = x ^ (x >> np.uint64(31))
+    return mixed
+
+
 def request_key(request: Request, engine_seed: int) -> int:
     """Return a request's key: its seed's where it has one, else the engine's and its id's."""
     seed = request.sampling.seed
@@ -48,6 +59,18 @@ def request_key(request: Request, engine_seed: int) -> int:
 def draw_key(request_key: int, position: int, purpose: Purpose) -> int:
     """Return the key of one draw: `position` is the output position of the token it decides."""
     return mix64(mix64(request_key + _GOLDEN * position) + int(purpose))
+
+
+def draw_keys(request_keys: Array, positions: Array, purpose: Purpose) -> Array:
+    """Return `draw_key` of u64 keys and output positions, which broadcast: u64."""
+    at = mix64s(request_keys + np.uint64(_GOLDEN) * positions.astype(np.uint64))
+    return mix64s(at + np.uint64(int(purpose)))
+
+
+def uniforms(keys: Array) -> Array:
+    """Return `uniform` of each of u64 keys, f64."""
+    drawn: Array = ((mix64s(keys) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return drawn
 
 
 def uniform(key: int) -> float:
@@ -71,7 +94,12 @@ def exponentials(keys: Sequence[int], ids: Tensor) -> Tensor:
     noise.
     """
     key = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=ids.device)
-    x = key[:, None] + (ids + 1) * _signed(_GOLDEN)
+    return noise(key, ids)
+
+
+def noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Return `exponentials` of keys i64 [keys], the bits of those that are u64."""
+    x = keys[:, None] + (ids + 1) * _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     x = x ^ _shift(x, 31)
@@ -80,24 +108,38 @@ def exponentials(keys: Sequence[int], ids: Tensor) -> Tensor:
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return float64 [rows, vocab]: each row's law after temperature (> 0), top-k and top-p."""
-    scale = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
+    return laws(logits, *upload(logits.device, *shaping(params, logits.shape[-1])))
+
+
+def shaping(params: Sequence[SamplingParams], vocab: int) -> list[Array]:
+    """Return what `laws` needs of rows drawn by `params`: temperature f64 [rows], and where any of
+    them filters, top-k i64 and top-p f64 [rows].
+    """  # noqa: D205
+    found = [np.asarray([p.temperature for p in params], np.float64)]
+    if any(p.top_k or p.top_p < 1.0 for p in params):
+        found.append(np.asarray([min(p.top_k or vocab, vocab) for p in params], np.int64))
+        # Off is inf: a row beside one with top-p must not lose its tail where sums round up to 1.
+        mass = [p.top_p if p.top_p < 1.0 else np.inf for p in params]
+        found.append(np.asarray(mass, np.float64))
+    return found
+
+
+def laws(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
+) -> Tensor:
+    """Return `probabilities` of rows whose parameters lie on the device as `shaping` has them."""
     # Differences from the largest: a temperature near 0 makes them -inf, never inf - inf.
     exact = logits.double()
-    scaled = (exact - exact.amax(-1, keepdim=True)) / scale[:, None]
-    if any(p.top_k or p.top_p < 1.0 for p in params):
-        scaled = _filtered(scaled, params)
+    scaled = (exact - exact.amax(-1, keepdim=True)) / temperature[:, None]
+    if top_k is not None and top_p is not None:
+        scaled = _filtered(scaled, top_k[:, None], top_p[:, None])
     return torch.softmax(scaled, -1)
 
 
-def _filtered(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Hide what top-k and top-p exclude; ties at the edge stay in by token id."""
-    vocab, device = scaled.shape[-1], scaled.device
+def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Hide what top-k and top-p [rows, 1] exclude; ties at the edge stay in by token id."""
     order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=device)[:, None]
-    # Off is inf: a row beside one with top-p must not lose its tail where sums round up to 1.
-    mass = [p.top_p if p.top_p < 1.0 else float("inf") for p in params]
-    top_p = torch.tensor(mass, dtype=torch.float64, device=device)[:, None]
-    beyond = torch.arange(vocab, device=device) >= top_k
+    beyond = torch.arange(scaled.shape[-1], device=scaled.device) >= top_k
     law = torch.softmax(order.values.masked_fill(beyond, float("-inf")), -1)
     # A token stays while the mass before it is below top_p: the first always does.
     beyond |= law.cumsum(-1) - law >= top_p
@@ -109,13 +151,20 @@ def race(law: Tensor, keys: Sequence[int], ids: Tensor) -> Tensor:
     return (law / exponentials(keys, ids)).argmax(-1)
 
 
+def race_by(law: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """Do as `race` with keys i64 [rows] that lie on the device, the bits of u64."""
+    return (law / noise(keys, ids)).argmax(-1)
+
+
 _CHUNK = 128
 
 
 def first_choices(logits: Tensor) -> Tensor:
     """Return i64 [rows]: the first of the largest logits [rows, vocab] of each row."""
     rows, vocab = logits.shape
-    if logits.dtype is not torch.bfloat16 or logits.device.type != "cpu" or vocab % _CHUNK:
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    if logits.dtype is not torch.bfloat16 or vocab % _CHUNK:
         return logits.float().argmax(-1)
     # Bits of floats above 0 rise as the floats do, and those of the others are negative as i16.
     # Maxima of i16 are vectorised: a tenth of float32's argmax, which has a fifth of bf16's.

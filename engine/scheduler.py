@@ -31,7 +31,8 @@ class EngineConfig:
     it reads of requests that it left alone for a while, all together. prefix_cache: requests share
     the target's blocks of tokens that they begin with; the draft's are each request's own.
     tree_width: how many guesses of one place a draft may hold; 1: drafts are chains. vocab_tokens:
-    a prompt's ids are below it.
+    a prompt's ids are below it. overlap: plans are made while the target's pass of the step before
+    runs, which is worth it where the backend's passes go on by themselves.
     """
 
     max_running: int = 16
@@ -45,10 +46,11 @@ class EngineConfig:
     prefix_cache: bool = True
     tree_width: int = 1
     vocab_tokens: int = 2**63
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if name != "prefix_cache" and getattr(self, name) < 1:
+            if name not in ("prefix_cache", "overlap") and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property

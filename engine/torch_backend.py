@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,18 +12,24 @@ from torch import Tensor
 
 from parlay.engine.backend import Batch, Drafts, Lookup, Verified
 from parlay.engine.branches import Branch, least_worth, match_branches
+from parlay.engine.graph_capture import Capture, CudaCapture
+from parlay.engine.graph_heads import HeadGraphs
+from parlay.engine.graphs import GraphStats, edges_up_to
+from parlay.engine.judge import Verdict, judge, judge_on_device
 from parlay.engine.kv_cache import BlockCache
-from parlay.engine.logprobs import logprobs_of
+from parlay.engine.landed import Landed
 from parlay.engine.medusa_heads import Heads
-from parlay.engine.proposers.draft_model import DraftModelProposer, DraftRun
+from parlay.engine.proposers.confidence import choice_and_peak
+from parlay.engine.proposers.draft_model import DraftModelProposer
+from parlay.engine.proposers.draft_run import DraftRun
 from parlay.engine.proposers.medusa import HeadsRun, MedusaProposer
 from parlay.engine.proposers.ngram import NgramProposer
 from parlay.engine.request import Request
-from parlay.engine.runner import Model, Runner
+from parlay.engine.runner import Flight, Model, Runner
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.spans import Spans, kept_nodes
-from parlay.engine.tree_verify import accept_trees
-from parlay.engine.verify import DraftLaw, Places, accept, overlaps, places_of
+from parlay.engine.timing import Mark
+from parlay.engine.verify import Places, places_of
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Plan, Proposer
 
@@ -33,6 +40,22 @@ class DraftModel:
 
     model: Model
     ids: Tensor
+
+
+@dataclass(slots=True)
+class Flying:
+    """A verification on its way, from when it began to when its launch had returned.
+
+    verdict: what waits for acceptance, where the device has been told of that too.
+    """
+
+    batch: Batch
+    drafts: Drafts
+    layout: Places
+    flight: Flight
+    verdict: Verdict | None
+    start: Mark
+    away: Mark
 
 
 class TorchBackend:
@@ -55,11 +78,36 @@ class TorchBackend:
         self.ngram = NgramProposer()
         self.draft: DraftModelProposer | None = None
         if draft is not None:
-            runner = Runner(draft.model, config.draft_blocks, config.block_tokens)
+            runner = Runner(
+                draft.model, config.draft_blocks, config.block_tokens, after=choice_and_peak
+            )
             self.draft = DraftModelProposer(
                 runner, draft.ids, seed, self.runner, config.draft_catch_up_tokens
             )
         self.medusa = None if heads is None else MedusaProposer(heads, seed, self.runner)
+        self.judge = judge if target.device.type == "cpu" else judge_on_device
+        self._timed: list[tuple[Drafts, Proposer, Mark, Mark]] = []
+        self.use_graphs(lambda device: CudaCapture(device) if device.type == "cuda" else None)
+
+    def use_graphs(self, capture: Callable[[torch.device], Capture | None]) -> None:
+        """Replay small passes from now on, on devices for which there is a capture."""
+        config, deepest = self.config, self.k_max + 1
+        runners = [self.runner] if self.draft is None else [self.runner, self.draft.runner]
+        for runner in runners:
+            if (made := capture(runner.model.device)) is not None:
+                runner.use_graphs(config.max_running * deepest, config.positions, made)
+        if self.medusa is not None:
+            made = capture(self.medusa.heads.ids.device)
+            if made is not None:
+                edges = edges_up_to(config.max_running)
+                self.medusa.graphs = HeadGraphs(self.medusa.heads, edges, made)
+
+    def graph_stats(self) -> dict[str, GraphStats]:
+        """Return what graphs did for target, draft and heads; none where there are no graphs."""
+        draft = None if self.draft is None else self.draft.runner.graphs
+        heads = None if self.medusa is None else self.medusa.graphs
+        named = {"target": self.runner.graphs, "draft": draft, "heads": heads}
+        return {name: graphs.stats for name, graphs in named.items() if graphs is not None}
 
     def limits(self) -> EngineLimits:
         """Return the proposers that are there and the sizes."""
@@ -69,12 +117,12 @@ class TorchBackend:
             | (self.draft is not None) << Proposer.DRAFT_MODEL
             | (self.medusa is not None) << Proposer.MEDUSA
         )
-        return EngineLimits(mask, self.k_max, (), self.config.token_budget)
+        graphs = self.runner.graphs
+        edges = () if graphs is None else graphs.edges
+        return EngineLimits(mask, self.k_max, edges, self.config.token_budget)
 
     def clock(self) -> float:
-        """Return seconds; on a GPU, after what was launched is done."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
+        """Return seconds. At a step's end that is when its work is done: `land` has waited."""
         return time.perf_counter()
 
     def keeps(self, book: BlockCache) -> bool:
@@ -135,7 +183,8 @@ class TorchBackend:
         self, batch: Batch, rows: Array, k: Array, plan: Plan | None, drafts: Drafts, width: int
     ) -> None:
         assert self.draft is not None, "a plan named the draft model, which this engine has not"
-        start_s = self.clock()
+        device = self.draft.runner.model.device
+        start = Mark(device)
         run = self.draft.propose(batch, rows, k, plan, width - 1)
         drafts.read_by_draft[rows], drafts.caught_up = run.read, run.caught_up
         drafts.draft_depth, drafts.private = run.passes, run.law
@@ -144,24 +193,39 @@ class TorchBackend:
             drafts.read_by_draft[rows[seen]] = np.minimum(run.read[seen], 0)
             rows, run = rows[~seen], run.only(~seen)
         fill(drafts, rows, run)
-        drafts.draft_ms[Proposer.DRAFT_MODEL] = 1e3 * (self.clock() - start_s)
+        self._took(drafts, Proposer.DRAFT_MODEL, start, Mark(device))
 
     def _propose_headed(
         self, batch: Batch, rows: Array, k: Array, plan: Plan | None, drafts: Drafts, width: int
     ) -> None:
         assert self.medusa is not None, "a plan named Medusa heads, which this engine has not"
-        start_s = self.clock()
+        device = self.medusa.heads.ids.device
+        start = Mark(device)
         run = self.medusa.propose(batch, rows, k, plan, width - 1)
         if len(batch.heads_k) and (seen := batch.heads_k[rows] > 0).any():
             drafts.heads_watched = run.watch(rows, seen)
             rows, run = rows[~seen], run.only(~seen)
         fill(drafts, rows, run)
-        drafts.draft_ms[Proposer.MEDUSA] = 1e3 * (self.clock() - start_s)
+        self._took(drafts, Proposer.MEDUSA, start, Mark(device))
 
-    @torch.inference_mode()
+    def _took(self, drafts: Drafts, proposer: Proposer, start: Mark, end: Mark) -> None:
+        """Note what drafting took; on a GPU that is known once the step has landed."""
+        if end.event is None:
+            drafts.draft_ms[proposer] = start.ms_until(end)
+        else:
+            self._timed.append((drafts, proposer, start, end))
+
     def verify(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:
         """Run the target over every row's chunk and drafts, and accept."""
-        start_s, self._book = self.clock(), batch.target
+        return self.land(self._launch(batch, drafts, verify_k, beside=False))
+
+    def launch(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Flying:
+        """Begin what `verify` does; the target's pass goes on beside Python where it can."""
+        return self._launch(batch, drafts, verify_k, beside=True)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch, drafts: Drafts, verify_k: Array, beside: bool) -> Flying:
+        start, self._book = Mark(self.target.device), batch.target
         k, tokens, trees = np.minimum(verify_k, drafts.count), drafts.tokens, drafts.trees
         if trees is not None:
             k, tokens = trees.counts.astype(np.int32), trees.padded_tokens()
@@ -172,44 +236,57 @@ class TorchBackend:
         lengths = [len(f) for f in fed]
         tables = [batch.target.tables[r.request_id] for r in batch.requests]
         spans = Spans(tables, [r.computed for r in batch.requests], lengths, trees)
-        hidden = self.runner.read(fed, spans)
+        rows, ends = np.flatnonzero(batch.emits), np.cumsum(lengths)
+        places = [np.arange(ends[r] - 1 - k[r], ends[r]) for r in rows]
+        where = np.concatenate(places) if places else np.zeros(0, np.int64)
+        layout = places_of(rows, tokens, k)
+        flight = self.runner.launch(fed, spans, where, beside)
+        verdict = None
+        if len(rows) and isinstance(flight.made, Landed):
+            verdict = self._judge(batch, flight.made, layout, drafts)
+        return Flying(batch, drafts, layout, flight, verdict, start, Mark(self.target.device))
+
+    @torch.inference_mode()
+    def land(self, flying: Flying) -> Verified:
+        """Wait for the target's pass, and accept."""
+        batch, layout = flying.batch, flying.layout
+        shade_ms = 1e3 * (time.perf_counter() - flying.away.at_s)
+        landed = self.runner.land(flying.flight)
         verified = Verified(
             accepted=np.zeros(len(batch), np.int32),
-            tokens=np.full((len(batch), int(k.max(initial=0)) + 1), -1, np.int64),
-            padded_tokens=len(hidden),
+            tokens=np.full((len(batch), int(layout.k.max(initial=0)) + 1), -1, np.int64),
+            padded_tokens=len(landed.hidden),
             verify_ms=0.0,
         )
-        rows = np.flatnonzero(batch.emits)
-        if len(rows):
-            ends = np.cumsum(lengths)
-            places = np.concatenate([np.arange(ends[r] - 1 - k[r], ends[r]) for r in rows])
-            if len(places) < len(hidden):
-                hidden = hidden[torch.from_numpy(places).to(hidden.device)]
-            layout = places_of(rows, tokens, k)
-            path = self._accept(batch, self.target.logits(hidden), layout, drafts, verified)
-            if path is not None:
-                self._follow(spans, rows, path, verified)
-        verified.verify_ms = 1e3 * (self.clock() - start_s)
+        if len(rows := layout.rows):
+            verdict = flying.verdict or self._judge(batch, landed, layout, flying.drafts)
+            judged = verdict()
+            verified.accepted[rows] = judged.accepted
+            verified.tokens[rows, : judged.tokens.shape[1]] = judged.tokens
+            verified.logprobs, verified.overlaps = judged.logprobs, judged.overlaps
+            if judged.path is not None:
+                self._follow(flying.flight.spans, rows, judged.path, verified)
+        flying.away.wait()
+        self._tell_times(flying, verified, shade_ms - landed.busy_ms)
         return verified
 
-    def _accept(
-        self, batch: Batch, logits: Tensor, layout: Places, drafts: Drafts, verified: Verified
-    ) -> Array | None:
-        """Accept what holds in the rows that emit; return the nodes accepted where there are trees.
-
-        logits: where a token of these rows can come from.
-        """
-        law: DraftLaw | None = drafts.private
-        rows, requests, path = layout.rows, batch.requests, None
-        if drafts.trees is None:
-            accepted, found = accept(logits, requests, layout, law, self.seed)
+    def _tell_times(self, flying: Flying, verified: Verified, idle_ms: float) -> None:
+        """Say what drafting and the target's pass took; idle_ms: beside which nothing ran."""
+        for drafts, proposer, start, end in self._timed:
+            drafts.draft_ms[proposer] = start.ms_until(end)
+        self._timed.clear()
+        if flying.away.event is None:
+            # What was done meanwhile is the pass's time as far as the pass took as long.
+            end = Mark(self.target.device)
+            verified.verify_ms = flying.start.ms_until(end) - max(idle_ms, 0.0)
         else:
-            walked = accept_trees(logits, requests, rows, drafts.trees, law, self.seed)
-            accepted, found, path = walked.accepted, walked.tokens, walked.path
-        verified.accepted[rows], verified.tokens[rows, : found.shape[1]] = accepted, found
-        verified.logprobs = logprobs_of(logits, requests, layout, accepted, found, path)
-        verified.overlaps = overlaps(logits, requests, layout, law)
-        return path
+            verified.verify_ms = flying.start.ms_until(flying.away)
+
+    def _judge(self, batch: Batch, landed: Landed, layout: Places, drafts: Drafts) -> Verdict:
+        """Begin to accept what holds in the rows that emit."""
+        choice = landed.after[0] if landed.after else None
+        requests, law = batch.requests, drafts.private
+        return self.judge(landed.logits, requests, layout, drafts.trees, law, self.seed, choice)
 
     def _follow(self, spans: Spans, rows: Array, path: Array, verified: Verified) -> None:
         """Move what was kept of accepted nodes behind the text; path i64 [rows, D]."""

@@ -32,16 +32,22 @@ from parlay.policies.types import Array
 
 @dataclass(slots=True)
 class DraftLaw:
-    """What sampled drafts were drawn from: law float64 [depth][rows, n] over token ids i64 [n].
+    """What sampled drafts were drawn from: law float64 [depth][rows, n], a list of tensors or one,
+    over token ids i64 [n].
 
     row maps a batch row to a row of law; a batch row that is absent drafted point masses. watched:
     laws [n] that nothing was drafted from, by batch row.
-    """
+    """  # noqa: D205
 
     row: dict[int, int]
-    law: list[Tensor]
+    law: list[Tensor] | Tensor
     ids: Tensor
     watched: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole(self, device: torch.device) -> Tensor:
+        """Return float64 [depth, rows, n] on a device; there must be a law."""
+        law = self.law if isinstance(self.law, Tensor) else torch.stack(self.law)
+        return law.to(device)
 
 
 @dataclass(slots=True)

@@ -183,6 +183,14 @@ class VirtualBackend:
         self.time_s += 1e-3 * verify_ms
         return Verified(accepted, tokens, padded, verify_ms)
 
+    def launch(self, batch: Batch, drafts: Drafts, verify_k: Array) -> Verified:
+        """Verify: nothing goes on by itself on a virtual clock."""
+        return self.verify(batch, drafts, verify_k)
+
+    def land(self, flying: Verified) -> Verified:
+        """Return what was verified."""
+        return flying
+
 
 def _hashed(key: int, first: int, count: int) -> Array:
     """Return u64 [count]: SplitMix64's outputs from `first` on, of a stream named by key."""

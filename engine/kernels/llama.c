@@ -11,8 +11,10 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef uint16_t bf16;
 
@@ -422,6 +424,42 @@ void parlay_forward(const Model *m, const Pass *pass) {
     }
     rms_norm(pass->x, m->norm, pass->normed, rows, hidden, hidden, m->norm_eps);
 }
+
+typedef struct {
+    const Model *model;
+    const Pass *pass;
+    int64_t places, head_rows;
+    const int64_t *place; /* [places], rows of the pass that the head reads, ascending */
+    const bf16 *head;     /* packed [head_rows, hidden] */
+    bf16 *logits;         /* [places, head_rows]: out */
+    double ms;            /* out: what it took */
+    pthread_t thread;
+} Flight;
+
+static void *fly(void *of) {
+    Flight *f = of;
+    const int64_t hidden = f->model->hidden;
+    struct timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    parlay_forward(f->model, f->pass);
+    bf16 *states = f->pass->normed;
+    if (f->places < f->pass->rows) {
+        states = f->pass->scratch; /* which the pass no longer needs */
+        for (int64_t i = 0; i < f->places; i++)
+            memcpy(states + i * hidden, f->pass->normed + f->place[i] * hidden, hidden * sizeof(bf16));
+    }
+    if (f->places) parlay_linear(states, f->head, f->logits, f->places, f->head_rows, hidden);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    f->ms = 1e3 * (double)(end.tv_sec - start.tv_sec) + 1e-6 * (double)(end.tv_nsec - start.tv_nsec);
+    return 0;
+}
+
+/* Begin a pass and its logits in a thread of its own; land must follow, in any thread. Nothing that
+   `f` points to may move until then. 0, or what pthread_create says. */
+int parlay_launch(Flight *f) { return pthread_create(&f->thread, 0, fly, f); }
+
+/* Wait for a pass that was launched. */
+int parlay_land(Flight *f) { return pthread_join(f->thread, 0); }
 
 /* Copy slots (16 * block + offset) `from` to `to`, [count] both, in every layer; all are read before
    any is written. scratch: bf16 [count, 2 * kv_heads * head_dim]. */

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from parlay.engine.kernels import build
+from parlay.engine.kernels.flight import Flight, Laid, NativeFlight, Pass
 from parlay.engine.model_config import ModelConfig
 from parlay.engine.rotary import rotary_angles
 from parlay.engine.spans import Spans
 from parlay.engine.traits import LLAMA
+from parlay.policies.types import Array
 
 BLOCK_TOKENS = 16
 """Positions of a cache block: one vector of scores."""
@@ -39,19 +41,6 @@ class _Model(ctypes.Structure):
         ),
         ("norm_eps", ctypes.c_float),
         *((name, _POINTER) for name in ("layer", "norm", "cos", "sin")),
-    ]
-
-
-class Pass(ctypes.Structure):
-    """What one pass reads and writes; `llama.c` says what each is."""
-
-    _fields_ = [
-        ("rows", ctypes.c_int64),
-        ("taps", ctypes.c_int64),
-        *(
-            (name, _POINTER)
-            for name in ("base", "mask", "table", "tap", "x", "normed", "tapped", "scratch")
-        ),
     ]
 
 
@@ -203,6 +192,24 @@ class NativeLlama:
         self, x: Tensor, cache: NativeKV, spans: Spans, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor]:
         """Run every layer; see `Model.run`."""
+        laid = self._laid(x, cache, spans, taps)
+        self.kernels.parlay_forward(ctypes.byref(cache.model), ctypes.byref(laid.reads))
+        return laid.normed, laid.states()
+
+    def launch(
+        self, x: Tensor, cache: NativeKV, spans: Spans, taps: Sequence[int], places: Array
+    ) -> NativeFlight:
+        """Begin what `run` does, and the logits of the pass's rows `places`, in another thread."""
+        laid = self._laid(x, cache, spans, taps)
+        places = np.ascontiguousarray(places, np.int64)
+        logits = torch.empty(len(places), self.head_rows, dtype=self.dtype)
+        flight = Flight(
+            ctypes.addressof(cache.model), ctypes.addressof(laid.reads), len(places),
+            self.head_rows, places.ctypes.data, self._head.data_ptr(), logits.data_ptr(),
+        )  # fmt: skip
+        return NativeFlight(self.kernels, flight, laid, places, logits)
+
+    def _laid(self, x: Tensor, cache: NativeKV, spans: Spans, taps: Sequence[int]) -> Laid:
         c, rows = self.config, len(x)
         base, mask = spans.seen()
         base, deepest = base.astype(np.int32), int(spans.positions().max()) + 1
@@ -213,15 +220,13 @@ class NativeLlama:
         normed = torch.empty(rows, c.hidden, dtype=self.dtype)
         tapped = torch.empty(rows, len(below), c.hidden, dtype=self.dtype)
         scratch = self.scratch_for(cache.model, rows, deepest)
-        one_pass = Pass(
+        reads = Pass(
             rows, len(below), base.ctypes.data,
             None if spans.trees is None else mask.ctypes.data, table.ctypes.data, below.ctypes.data,
             residual.data_ptr(), normed.data_ptr(), tapped.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
-        self.kernels.parlay_forward(ctypes.byref(cache.model), ctypes.byref(one_pass))
-        if len(taps) > len(below):
-            tapped = torch.cat((tapped, normed[:, None]), 1)
-        return normed, tapped.flatten(1)
+        held = (base, mask, tables, table, below, residual, scratch)
+        return Laid(reads, normed, tapped, len(taps) > len(below), held)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, head rows] logits of normed states."""

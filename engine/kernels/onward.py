@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parlay.engine.kernels.native import NativeKV, NativeLlama, Pass
+from parlay.engine.kernels.flight import Pass
+from parlay.engine.kernels.native import NativeKV, NativeLlama
 from parlay.policies.types import Array
 
 

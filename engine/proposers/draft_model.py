@@ -9,71 +9,27 @@ own guesses have none yet, so those that are accepted are read again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from parlay.engine.backend import Batch
-from parlay.engine.branches import Branch
+from parlay.engine.landed import Landed
+from parlay.engine.proposers.confidence import estimate, keeps_drafting, likeliest
+from parlay.engine.proposers.device_draft import Guessed, Job, Said, guess_on_device
+from parlay.engine.proposers.draft_run import DraftRun, Work
 from parlay.engine.proposers.onward import Onward, onward
 from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
-from parlay.engine.runner import Runner
+from parlay.engine.runner import Runner, flat
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
 from parlay.engine.spans import Spans
 from parlay.engine.verify import DraftLaw
-from parlay.policies.calibration import calibrated
-from parlay.policies.types import ENTROPY_SCALE, Array, Plan, Proposer, StopKind, StopRule
+from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
 
 STEADY_TOKENS = 17
 """A row with at most so many unread tokens has not been idle: a step can leave as many."""
-
-
-@dataclass(slots=True)
-class DraftRun:
-    """What the draft model guessed for its rows: count i32 [rows], tokens i64 and confidences f32
-    [rows, K], passes, the law of sampled drafts, and read i32 [rows], how many guesses the cache
-    holds for good.
-
-    caught_up: how many unread tokens were read of batch rows that still have some, and so drafted
-    nothing; their `read` is -1. branches: what may stand beside the tokens of batch rows.
-    """  # noqa: D205
-
-    count: Array
-    tokens: Array
-    confidences: Array
-    passes: int
-    law: DraftLaw
-    read: Array
-    caught_up: dict[int, int]
-    branches: dict[int, list[Branch]]
-
-    def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
-        """Return the guesses of batch rows rows[seen] to be matched, by row; nothing verifies them.
-
-        The first laws of those that rejection sampling would verify go to `law.watched` instead.
-        """
-        guesses: dict[int, list[int]] = {}
-        for i in np.flatnonzero(seen).tolist():
-            row, count = int(rows[i]), int(self.count[i])
-            place = self.law.row.pop(row, None)
-            if count and place is None:
-                guesses[row] = self.tokens[i, :count].tolist()
-            elif count and place is not None:
-                self.law.watched[row] = self.law.law[0][place]
-        return guesses
-
-    def only(self, rows: Array) -> DraftRun:
-        """Return the run of some rows, bool or indices; passes and laws are everybody's."""
-        return replace(
-            self,
-            count=self.count[rows],
-            tokens=self.tokens[rows],
-            confidences=self.confidences[rows],
-            read=self.read[rows],
-        )
 
 
 class DraftModelProposer:
@@ -90,7 +46,8 @@ class DraftModelProposer:
         self.runner, self.ids, self.engine_seed, self.target = runner, ids, engine_seed, target
         self.catch_up_tokens = catch_up_tokens
         self.reads_states = bool(runner.model.config.state_layers)
-        self._host_ids = ids.cpu().numpy()
+        self.on_device = runner.model.device.type != "cpu"
+        self.host_ids = ids.cpu().numpy()
 
     def propose(
         self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
@@ -103,44 +60,74 @@ class DraftModelProposer:
         order = rows[deepest]
         requests = [batch.requests[r] for r in order]
         share, late = self._shares(requests)
-        depth, most = np.where(late, 0, k[order]), int(k[order[0]])
         # What is only observed is observed to its end: where it is sure it holds more often.
         watched = batch.shadow_k[order] > 0 if len(batch.shadow_k) else np.zeros(len(order), bool)
-        guess = np.full((len(order), most), -1, np.int64)
-        confidence = np.full((len(order), most), np.nan, np.float32)
-        law = DraftLaw(
-            {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}, [], self.ids
+        work = Work(
+            batch, order, requests, share, np.where(late, 0, k[order]), watched, plan, beside
         )
-        stop = plan.stop_rule if plan else StopRule()
-        siblings = Siblings(beside, order, self._host_ids)
-        reach, alive = np.ones(len(order)), np.flatnonzero(depth)
-        logits, passes = self._catch_up(batch, requests, share, alive), 1
-        while True:
-            place = passes - 1
-            chosen, peak, own = self._choose(logits, requests, alive, place, law, siblings)
-            confidence[alive, place] = peak
-            if stop.kind is not StopKind.NONE:
-                reach[alive] *= estimate(plan, Proposer.DRAFT_MODEL, place, peak)
-                go = keeps_drafting(stop, reach[alive], logits, place) | watched[alive]
-                alive, chosen, own = alive[go], chosen[go], own[go]
-            guess[alive, place] = chosen
-            if stop.kind is StopKind.PROBABILITY:
-                # The token that falls below the threshold is kept; drafting ends behind it.
-                alive = alive[(own >= stop.threshold) | watched[alive]]
-            alive = alive[depth[alive] > passes]
-            if not len(alive):
-                break
-            if passes == 1:
-                ahead = self._ahead(batch, requests, most - 1)
-            logits = ahead.read(alive, guess[alive, place], place)
-            passes += 1
+        drafted = {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}
+        made = (self._guess_on_device if self.on_device else self._guess)(work, bool(drafted))
         back = np.argsort(deepest)
-        guess, confidence, late = guess[back], confidence[back], late[back]
+        guess, confidence, late = made.tokens[back], made.confidences[back], late[back]
         count = (guess >= 0).sum(1).astype(np.int32)
         read = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
         read[late] = -1
         part = dict(zip(rows[late].tolist(), share[back][late].tolist(), strict=True))
-        return DraftRun(count, guess, confidence, passes, law, read, part, siblings.branches)
+        law = DraftLaw(drafted, made.laws, self.ids)
+        return DraftRun(count, guess, confidence, made.passes, law, read, part, made.branches)
+
+    def _guess(self, work: Work, keep_laws: bool) -> Guessed:
+        """Draft a place at a time; keep_laws: what is drawn from is asked for."""
+        depth, plan = work.depth, work.plan
+        shape = len(depth), max(int(depth.max()), 1)
+        made = Guessed(np.full(shape, -1, np.int64), np.full(shape, np.nan, np.float32))
+        guess, confidence = made.tokens, made.confidences
+        stop = plan.stop_rule if plan else StopRule()
+        siblings = Siblings(work.beside, work.order, self.host_ids)
+        reach, alive = np.ones(len(depth)), np.flatnonzero(depth)
+        laws = made.laws if keep_laws else None
+        logits = self.catch_up(work, alive)
+        while True:
+            place = made.passes - 1
+            chosen, peak, own = self._choose(logits, work.requests, alive, place, laws, siblings)
+            confidence[alive, place] = peak
+            if stop.kind is not StopKind.NONE:
+                reach[alive] *= estimate(plan, Proposer.DRAFT_MODEL, place, peak)
+                go = keeps_drafting(stop, reach[alive], logits, place) | work.watched[alive]
+                alive, chosen, own = alive[go], chosen[go], own[go]
+            guess[alive, place] = chosen
+            if stop.kind is StopKind.PROBABILITY:
+                # The token that falls below the threshold is kept; drafting ends behind it.
+                alive = alive[(own >= stop.threshold) | work.watched[alive]]
+            alive = alive[depth[alive] > made.passes]
+            if not len(alive):
+                break
+            if made.passes == 1:
+                ahead = self._ahead(work, shape[1] - 1)
+            logits = ahead.read(alive, guess[alive, place], place)
+            made.passes += 1
+        made.branches = siblings.branches
+        return made
+
+    def _guess_on_device(self, work: Work, keep_laws: bool) -> Guessed:
+        """Draft with all that is guessed staying on the device until the end."""
+        if not work.depth.any():
+            self.catch_up(work, np.flatnonzero(work.depth))
+            none = np.zeros((len(work.depth), 1))
+            return Guessed(np.full_like(none, -1, np.int64), np.full_like(none, np.nan, np.float32))
+        drawn = np.asarray([r.sampling.temperature > 0.0 for r in work.requests])
+        keys = np.asarray(
+            [
+                [self._key(r, place) for place in range(int(work.depth.max()))]
+                for r in work.requests
+            ],
+            np.uint64,
+        )
+        job = Job(
+            Proposer.DRAFT_MODEL, work.requests, work.order, self.ids, work.depth, work.watched,
+            drawn, keys, ~drawn, work.beside, work.plan,
+        )  # fmt: skip
+        return guess_on_device(_Ahead(self, work), job, keep_laws)
 
     def _shares(self, requests: Sequence[Request]) -> tuple[Array, Array]:
         """Return how many unread tokens of each request are read now, i64, and which are not all.
@@ -157,31 +144,28 @@ class DraftModelProposer:
         share[order] = np.clip(self.catch_up_tokens - before, 0, unread[order])
         return share, share < unread
 
-    def _catch_up(
-        self, batch: Batch, requests: Sequence[Request], share: Array, alive: Array
-    ) -> Tensor:
+    def catch_up(self, work: Work, alive: Array) -> Tensor:
         """Read share[i] unread tokens of each request; return logits after those of rows alive."""
-        fed = [r.tokens[r.draft_computed :][:n] for r, n in zip(requests, share, strict=True)]
-        live = [(r, f) for r, f in zip(requests, fed, strict=True) if f]
-        lengths = [len(f) for _, f in live]
+        return self.catch_up_on(work, alive).logits
+
+    def catch_up_on(self, work: Work, alive: Array) -> Landed:
+        """Do as `catch_up`, by a graph where there is one."""
+        both = zip(work.requests, work.share.tolist(), strict=True)
+        live = [(r, r.tokens[r.draft_computed :][:n]) for r, n in both if n]
+        fed, lengths = [f for _, f in live], [len(f) for _, f in live]
         starts = [r.draft_computed - r.draft_start for r, _ in live]
-        spans = Spans([batch.draft.tables[r.request_id] for r, _ in live], starts, lengths)
+        spans = Spans([work.batch.draft.tables[r.request_id] for r, _ in live], starts, lengths)
         states = None
         if self.reads_states:
-            states = self._states(batch, [r for r, _ in live], lengths)
-        hidden = self.runner.read([f for _, f in live], spans, states)
-        model = self.runner.model
-        if len(alive) < len(hidden):
-            last = np.cumsum(share)[alive] - 1
-            hidden = hidden[torch.from_numpy(last).to(model.device)]
-        return model.logits(hidden)
+            states = self._states(work.batch, [r for r, _ in live], lengths)
+        last = np.cumsum(work.share)[alive] - 1
+        return self.runner.forward(flat(fed), spans, states, last)
 
-    def _ahead(self, batch: Batch, requests: Sequence[Request], passes: int) -> Onward:
+    def _ahead(self, work: Work, passes: int) -> Onward:
         """Return what reads guesses behind the requests' tokens."""
-        tables = [batch.draft.tables[r.request_id] for r in requests]
-        return onward(
-            self.runner, tables, [len(r.tokens) - r.draft_start for r in requests], passes
-        )
+        tables = [work.batch.draft.tables[r.request_id] for r in work.requests]
+        places = [len(r.tokens) - r.draft_start for r in work.requests]
+        return onward(self.runner, tables, places, passes)
 
     def _states(self, batch: Batch, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
         """Return the target's states before each unread token, on the draft's device."""
@@ -198,10 +182,13 @@ class DraftModelProposer:
         requests: Sequence[Request],
         alive: Array,
         place: int,
-        law: DraftLaw,
+        laws: list[Tensor] | None,
         siblings: Siblings,
     ) -> tuple[Array, Array, Array]:
-        """Return rows `alive`'s token ids, their laws' largest probability, and the token's own."""
+        """Return rows `alive`'s token ids, their laws' largest probability, and the token's own.
+
+        What they are drawn from is added to laws, where there are some.
+        """
         p = torch.softmax(logits.float(), -1)
         choice, peak = likeliest(p)
         live = [requests[row] for row in alive.tolist()]
@@ -210,16 +197,16 @@ class DraftModelProposer:
             greedy = np.setdiff1d(np.arange(len(live)), drawn)
             siblings.see(p[torch.from_numpy(greedy)], choice[greedy], alive[greedy], place)
         if not drawn:
-            return self._host_ids[choice], peak, peak
+            return self.host_ids[choice], peak, peak
         q = probabilities(logits[drawn], [live[i].sampling for i in drawn])
         keys = [self._key(live[i], place) for i in drawn]
         choice[drawn] = race(q, keys, self.ids).cpu().numpy()
-        if law.row:
-            laws = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
-            laws[torch.from_numpy(alive[drawn]).to(q.device)] = q
-            law.law.append(laws)
+        if laws is not None:
+            of_rows = torch.zeros(len(requests), q.shape[-1], dtype=torch.float64, device=q.device)
+            of_rows[torch.from_numpy(alive[drawn]).to(q.device)] = q
+            laws.append(of_rows)
         own = p[torch.arange(len(live)), torch.from_numpy(choice).to(p.device)]
-        return self._host_ids[choice], peak, own.cpu().numpy()
+        return self.host_ids[choice], peak, own.cpu().numpy()
 
     def _key(self, request: Request, place: int) -> int:
         """Return the key of a draft's draw: the target's own where the two are coupled.
@@ -233,37 +220,28 @@ class DraftModelProposer:
         return draw_key(draw_key(key, start, Purpose.DRAFT), place, Purpose.DRAFT)
 
 
-def likeliest(p: Tensor) -> tuple[Array, Array]:
-    """Return the first of the largest entries of each row of p f32 [rows, n]: index and value."""
-    if p.device.type == "cpu":
-        # A sixth of the time of torch's max along a row.
-        law = p.numpy()
-        best = law.argmax(-1)
-        return best, law[np.arange(len(best)), best]
-    peak, index = p.max(-1)
-    return index.cpu().numpy(), peak.cpu().numpy()
-
-
 def _is_sampled(request: Request) -> bool:
     return request.sampling.mode is SampleMode.REJECTION
 
 
-def estimate(plan: Plan | None, proposer: Proposer, place: int, peak: Array) -> Array:
-    """Return P(accepted), as a plan has it, at a place whose likeliest token has chance `peak`."""
-    if plan is None or plan.calibration is None:
-        return peak
-    lines = plan.calibration[proposer].reshape(2, -1)
-    # A line a place, the last of which goes for all that follow.
-    slope, offset = lines[:, min(place, lines.shape[1] - 1)]
-    return calibrated(peak, float(slope), float(offset))
+class _Ahead:
+    """Reads guesses of a draft model's rows without their being read by the host."""
 
+    def __init__(self, proposer: DraftModelProposer, work: Work) -> None:
+        self.proposer, self.work = proposer, work
+        self.tables = [work.batch.draft.tables[r.request_id] for r in work.requests]
+        self.places = [len(r.tokens) - r.draft_start for r in work.requests]
 
-def keeps_drafting(stop: StopRule, reach: Array, logits: Tensor, place: int) -> Array:
-    """Return bool [rows]: whether to draft this place, judged before its token is drawn."""
-    keep: Array = np.ones(len(reach), bool)
-    if stop.kind is StopKind.SURVIVAL:
-        keep = np.greater_equal(reach, stop.threshold)
-    elif place > 0 and stop.kind is StopKind.ENTROPY:
-        entropy = torch.special.entr(torch.softmax(logits.float(), -1)).sum(-1).cpu().numpy()
-        keep = np.less_equal(np.sqrt(ENTROPY_SCALE * entropy), stop.threshold)
-    return keep
+    def first(self, alive: Array) -> Said:
+        """Read what is unread; see `Drafter.first`."""
+        landed = self.proposer.catch_up_on(self.work, alive)
+        return Said(landed.logits, landed.after)
+
+    def deeper(self, alive: Array, kept: Tensor | None, tokens: Tensor, place: int) -> Said:
+        """Read one guess more of each row; see `Drafter.deeper`."""
+        at = alive.tolist()
+        spans = Spans(
+            [self.tables[r] for r in at], [self.places[r] + place for r in at], [1] * len(at)
+        )
+        landed = self.proposer.runner.forward(tokens, spans)
+        return Said(landed.logits, landed.after)

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from parlay.engine.backend import Batch
 from parlay.engine.branches import Branch
+from parlay.engine.graph_heads import HeadGraphs
 from parlay.engine.medusa_heads import Heads
-from parlay.engine.proposers.draft_model import estimate, keeps_drafting, likeliest
+from parlay.engine.proposers.confidence import estimate, keeps_drafting, likeliest
+from parlay.engine.proposers.device_draft import Guessed, Job, Said, guess_on_device
 from parlay.engine.proposers.siblings import Siblings
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
 from parlay.engine.spans import Spans
+from parlay.engine.transfer import upload
 from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
 
 
@@ -61,6 +64,8 @@ class MedusaProposer:
     def __init__(self, heads: Heads, engine_seed: int, target: Runner) -> None:
         self.heads, self.engine_seed, self.target = heads, engine_seed, target
         self._host_ids = heads.ids.cpu().numpy()
+        self.on_device = heads.ids.device.type != "cpu"
+        self.graphs: HeadGraphs | None = None
 
     def propose(
         self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
@@ -72,23 +77,40 @@ class MedusaProposer:
         """
         requests = [batch.requests[r] for r in rows]
         wanted = np.minimum(k[rows], self.heads.heads) * [is_read(r) for r in requests]
-        depth = int(wanted.max(initial=0))
-        guess = np.full((len(rows), depth), -1, np.int64)
-        confidence = np.full((len(rows), depth), np.nan, np.float32)
-        stop = plan.stop_rule if plan else StopRule()
         # What is only observed is observed to its end: where heads are sure they hold more often.
         watched = batch.heads_k[rows] > 0 if len(batch.heads_k) else np.zeros(len(rows), bool)
-        siblings = Siblings(beside, rows, self._host_ids)
+        if not wanted.any():
+            made = Guessed(np.zeros((len(rows), 0), np.int64), np.zeros((len(rows), 0), np.float32))
+        elif self.on_device:
+            made = self._guess_on_device(batch, requests, rows, wanted, watched, plan, beside)
+        else:
+            siblings = Siblings(beside, rows, self._host_ids)
+            made = self._guess(batch, requests, wanted, watched, plan, siblings)
+        count = (made.tokens >= 0).sum(1).astype(np.int32)
+        return HeadsRun(count, made.tokens, made.confidences, made.branches)
+
+    def _guess(
+        self,
+        batch: Batch,
+        requests: Sequence[Request],
+        wanted: Array,
+        watched: Array,
+        plan: Plan | None,
+        siblings: Siblings,
+    ) -> Guessed:
+        """Guess a place at a time."""
+        shape = len(requests), int(wanted.max())
+        made = Guessed(np.full(shape, -1, np.int64), np.full(shape, np.nan, np.float32))
+        guess, stop = made.tokens, plan.stop_rule if plan else StopRule()
         alive = np.flatnonzero(wanted)
         reach = np.ones(len(alive))
-        if depth:
-            x, token = self._begin(batch, [requests[i] for i in alive])
-        for place in range(depth):
+        x, token = self.begin(batch, [requests[i] for i in alive.tolist()])
+        for place in range(shape[1]):
             x, logits = self.heads.step(place, x, token)
-            chosen, peak, own = self._choose(logits, [requests[i] for i in alive], place)
-            if beside:
+            chosen, peak, own = self._choose(logits, [requests[i] for i in alive.tolist()], place)
+            if siblings.count:
                 siblings.see(torch.softmax(logits.float(), -1), chosen, alive, place)
-            confidence[alive, place] = peak
+            made.confidences[alive, place] = peak
             reach = reach * estimate(plan, Proposer.MEDUSA, place, peak)
             go = keeps_drafting(stop, reach, logits, place) | watched[alive]
             guess[alive[go], place] = self._host_ids[chosen[go]]
@@ -99,19 +121,40 @@ class MedusaProposer:
             if not go.any():
                 break
             alive, reach = alive[go], reach[go]
-            x = x[torch.from_numpy(np.flatnonzero(go)).to(x.device)]
-            token = torch.from_numpy(guess[alive, place]).to(x.device)
-        count = (guess >= 0).sum(1).astype(np.int32)
-        return HeadsRun(count, guess, confidence, siblings.branches)
+            x = x[torch.from_numpy(np.flatnonzero(go))]
+            token = torch.from_numpy(guess[alive, place])
+        made.branches = siblings.branches
+        return made
 
-    def _begin(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+    def _guess_on_device(
+        self,
+        batch: Batch,
+        requests: Sequence[Request],
+        rows: Array,
+        wanted: Array,
+        watched: Array,
+        plan: Plan | None,
+        beside: int,
+    ) -> Guessed:
+        """Guess with all that is guessed staying on the device until the end."""
+        drawn = np.asarray([r.sampling.mode is SampleMode.COUPLED for r in requests])
+        depth = range(int(wanted.max()))
+        keys = np.asarray([[self._key(r, place) for place in depth] for r in requests], np.uint64)
+        every = np.ones(len(rows), bool)
+        job = Job(
+            Proposer.MEDUSA, requests, rows, self.heads.ids, wanted, watched, drawn, keys, every,
+            beside, plan,
+        )  # fmt: skip
+        return guess_on_device(_Stepping(self, batch, requests), job, keep_laws=False)
+
+    def begin(self, batch: Batch, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         """Return what the heads begin with for each request, and its last token."""
         known = [r.computed for r in requests]
         tables = [batch.target.tables[r.request_id] for r in requests]
         spans = Spans(tables, known, [1] * len(requests))
         device = self.heads.ids.device
         states = self.target.states_before(spans, known, self.heads.state_layers).to(device)
-        roots = torch.tensor([r.tokens[-1] for r in requests], device=device)
+        (roots,) = upload(device, np.asarray([r.tokens[-1] for r in requests], np.int64))
         return self.heads.begin(states), roots
 
     def _choose(
@@ -137,6 +180,33 @@ class MedusaProposer:
         """Return the key of the target's own draw at a place."""
         position = request.output_tokens + place
         return draw_key(request_key(request, self.engine_seed), position, Purpose.COUPLED)
+
+
+class _Stepping:
+    """Runs heads on rows whose tokens the host does not read, by graphs where there are some."""
+
+    def __init__(self, proposer: MedusaProposer, batch: Batch, requests: Sequence[Request]) -> None:
+        self.proposer, self.batch, self.requests = proposer, batch, requests
+        self.x = proposer.heads.ids
+
+    def first(self, alive: Array) -> Said:
+        """Run the first head; see `Drafter.first`."""
+        self.x, roots = self.proposer.begin(self.batch, [self.requests[i] for i in alive.tolist()])
+        return self._step(0, roots)
+
+    def deeper(self, alive: Array, kept: Tensor | None, tokens: Tensor, place: int) -> Said:
+        """Run one head more; see `Drafter.deeper`."""
+        self.x = self.x if kept is None else self.x[kept]
+        return self._step(place + 1, tokens)
+
+    def _step(self, place: int, tokens: Tensor) -> Said:
+        graphs = self.proposer.graphs
+        made = None if graphs is None else graphs.run(place, self.x, tokens)
+        if made is None:
+            self.x, logits = self.proposer.heads.step(place, self.x, tokens)
+            return Said(logits)
+        self.x, logits, *after = made
+        return Said(logits, tuple(after))
 
 
 def is_read(request: Request) -> bool:

@@ -15,12 +15,15 @@ from parlay.engine.options import (
     BatchInvariant,
     CorpusFiles,
     Device,
+    DraftTensorParallel,
     Dtype,
     ModelFolder,
     OfDraft,
+    Overlap,
     PolicyName,
     Settings,
     Sidecar,
+    TensorParallel,
     chosen_policy,
 )
 from parlay.policies.policy import make_policy
@@ -48,6 +51,9 @@ def engine(
     draft_dtype: OfDraft = None,
     draft_device: OfDraft = None,
     batch_invariant: BatchInvariant = False,
+    tensor_parallel: TensorParallel = 1,
+    draft_tensor_parallel: DraftTensorParallel = 1,
+    overlap: Overlap = None,
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="the port to listen on; 0: any")] = 8000,
     max_running: Annotated[int, typer.Option(help="requests that run at once")] = 16,
@@ -68,7 +74,16 @@ def engine(
             from parlay.engine.server.launch import Model, engine_name, open_service, open_stats
             from parlay.engine.server.serve import HttpServer
 
-            runs = Placement(dtype, device, draft_dtype, draft_device, batch_invariant)
+            runs = Placement(
+                dtype,
+                device,
+                draft_dtype,
+                draft_device,
+                batch_invariant,
+                tensor_parallel,
+                draft_tensor_parallel,
+                overlap,
+            )
             load = Model(model, draft, max_running, context, medusa, corpus or (), runs)
             known_as = engine_name(bound.getsockname()[1])
             watched = None if stats is None else stack.enter_context(open_stats(stats, known_as))
@@ -77,7 +92,8 @@ def engine(
                     watched.attach(service.worker.engine)
 
                 def ready() -> None:
-                    typer.echo(f"parlay engine: {service.model} on {url_of(bound)}")
+                    who = f"{service.model} ({runs})" if str(runs) else service.model
+                    typer.echo(f"parlay engine: {who} on {url_of(bound)}")
 
                 asyncio.run(HttpServer(service, bound, ready).run_until_ended())
                 if service.worker.crashed:

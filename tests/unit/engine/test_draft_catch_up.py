@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,13 @@ class Fed:
 
     def __init__(self, runner: Runner) -> None:
         self.passes: list[list[int]] = []
-        read = runner.read
+        run = runner._run
 
-        def counted(fed: Sequence[Sequence[int]], spans: Spans, *rest: Any) -> torch.Tensor:
-            self.passes.append([len(f) for f in fed])
-            return read(fed, spans, *rest)
+        def counted(ids: torch.Tensor, spans: Spans, *rest: Any) -> torch.Tensor:
+            self.passes.append(list(spans.lengths))
+            return run(ids, spans, *rest)
 
-        runner.read = counted  # type: ignore[method-assign,assignment]
+        runner._run = counted  # type: ignore[method-assign,assignment]
 
 
 def engine_of(

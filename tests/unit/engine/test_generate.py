@@ -174,5 +174,24 @@ def test_figures_that_cannot_be_written_are_refused_before_the_work(
     done = CliRunner().invoke(app, ["--json", str(tmp_path / "none" / "x.json")])
     assert done.exit_code == 1
     assert "cannot write" in done.stderr
-    assert "No such file" in done.stderr
+    assert "a folder that can be written" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_prompt_from_an_input_that_is_closed_is_refused(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(SystemExit) as ended:
+        app(["-"])
+    assert ended.value.code == 1
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+def test_a_refusal_leaves_no_file(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(cli.demo)
+    done = CliRunner().invoke(app, ["--json", str(tmp_path / "x.png")])
+    assert done.exit_code == 1
+    assert "let FILE end in .json" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from tests.tiny import tiny_config, tiny_llama
 from parlay.engine.kernels import build
 from parlay.engine.kernels.native import NativeLlama
 from parlay.engine.kernels.onward import NativeOnward
-from parlay.engine.proposers.draft_model import likeliest
+from parlay.engine.proposers.confidence import likeliest
 from parlay.engine.proposers.onward import onward
 from parlay.engine.runner import Model, Runner
 from parlay.engine.spans import Spans

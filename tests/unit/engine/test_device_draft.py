@@ -1,0 +1,129 @@
+"""Drafting as on a GPU: the same guesses, laws and branches, read back once a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests.on_device import as_on_device, read_blindly
+from tests.tiny import CONFIG, AnyPlan, tiny_backend, tiny_config
+from tests.tiny_heads import headed_backend, rooted_config, rooted_weights
+from tests.unit.engine.test_law import STOPS
+
+from parlay.engine.medusa_heads import RootedHeads
+from parlay.engine.models import Llama
+from parlay.engine.planner import LocalPlanner
+from parlay.engine.request import Request, SamplingParams
+from parlay.engine.step import Engine
+from parlay.engine.torch_backend import DraftModel, TorchBackend
+from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopKind, StopRule
+
+ALL = (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, Proposer.MEDUSA)
+VOCAB = 6
+SAMPLINGS = [
+    SamplingParams(max_tokens=24, logprobs=2), SamplingParams(0.9, seed=2, max_tokens=24),
+    SamplingParams(1.0, max_tokens=24), SamplingParams(0.7, 4, 0.9, max_tokens=24),
+]  # fmt: skip
+
+
+class Priced(AnyPlan):
+    """Any plan, observed by everybody, at prices at which every branch pays."""
+
+    def decide(self, view: BatchView) -> Plan:
+        plan = super().decide(view)
+        plan.shadow[:] = True
+        plan.survival = np.full((len(view), 4, self.k_max), 0.9, np.float32)
+        plan.token_value_ms, plan.marginal_token_price_ms = 10.0, 0.0
+        return plan
+
+
+def run(backend: TorchBackend, policy: AnyPlan) -> tuple[list[Request], list[StepOutcome]]:
+    engine = Engine(backend, LocalPlanner(policy), backend.config)
+    requests = [engine.add([1, 5, 2, i % VOCAB, 5], SAMPLINGS[i % 4]) for i in range(8)]
+    outcomes = []
+    while engine.has_work:
+        outcome = engine.step()
+        assert outcome is not None
+        outcomes.append(outcome)
+    return requests, outcomes
+
+
+@pytest.mark.parametrize("width", [1, 3], ids=["chains", "trees"])
+@pytest.mark.parametrize("stop", [StopRule(), *STOPS], ids=lambda s: s.kind.name.lower())
+def test_a_step_does_what_it_does_on_a_cpu(stop: StopRule, width: int) -> None:
+    config = dataclasses.replace(CONFIG, tree_width=width)
+    (ours, found), (theirs, expected) = (
+        run(made(headed_backend(VOCAB, 1, config)), Priced(ALL, 4, stop_rule=stop))
+        for made in (as_on_device, lambda backend: backend)
+    )
+    assert [r.output for r in ours] == [r.output for r in theirs]
+    assert [r.logprobs for r in ours] == [r.logprobs for r in theirs]
+    assert [r.accepted for r in ours] == [r.accepted for r in theirs]
+    for one, other in zip(found, expected, strict=True):
+        assert one.drafted_k.tolist() == other.drafted_k.tolist()
+        assert one.draft_depth == other.draft_depth
+        np.testing.assert_allclose(one.confidences, other.confidences, rtol=1e-5)
+        np.testing.assert_allclose(one.shadow.matched, other.shadow.matched, rtol=1e-5)
+    assert sum(o.draft_depth for o in found) > 30
+
+
+def test_nobody_waits_where_every_row_is_late() -> None:
+    config = dataclasses.replace(CONFIG, draft_catch_up_tokens=1)
+    ours, theirs = (
+        run(made(tiny_backend(VOCAB, config=config)), AnyPlan((Proposer.DRAFT_MODEL,), 3))[0]
+        for made in (as_on_device, lambda backend: backend)
+    )
+    assert [r.output for r in ours] == [r.output for r in theirs]
+
+
+def without_data() -> TorchBackend:
+    """Return a backend whose tensors have no values: whoever asks for one gets an error."""
+    place = torch.device("meta")
+
+    def model(layers: int, state_layers: tuple[int, ...] = ()) -> Llama:
+        config = dataclasses.replace(tiny_config(VOCAB, layers), state_layers=state_layers)
+        weights = {name: torch.empty(s) for name, s in config.tensor_shapes().items()}
+        if state_layers:
+            weights["state_proj.weight"] = torch.empty(16, 16 * len(state_layers))
+        embedding = weights["model.embed_tokens.weight"]
+        return Llama(config, weights, embedding, torch.float32, place)
+
+    target, rooted = model(2), rooted_config(VOCAB)
+    ids, weights = torch.arange(VOCAB - 1), rooted_weights(rooted)
+    heads = RootedHeads(rooted, weights, target.embedding, torch.empty(VOCAB, 16), ids)
+    heads.ids = ids
+    draft = DraftModel(model(1, (1,)), torch.arange(VOCAB))
+    backend = TorchBackend(target, draft, CONFIG, heads=heads)
+    assert backend.draft is not None
+    assert backend.medusa is not None
+    # What tokens the entries of a law are is looked up once, when a backend is made.
+    backend.draft.ids, heads.ids = draft.ids.to(place), ids.to(place)
+    backend.medusa.on_device = True
+    return backend
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("stop", [StopRule(), STOPS[1]], ids=["no rule", "a rule"])
+def test_a_step_looks_at_the_device_as_often_whatever_its_rows(
+    rows: int, stop: StopRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Blind, everybody accepts nothing and is told token 0; that is all that a step asks.
+    reading = read_blindly(monkeypatch)
+    for proposer in (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, Proposer.MEDUSA):
+        policy = AnyPlan((proposer,), 3, stop_rule=stop, fixed_k=True)
+        engine = Engine(without_data(), LocalPlanner(policy), CONFIG)
+        for i in range(rows):
+            engine.add([1, 2, 1, 2, 1], SAMPLINGS[i % 4])
+        engine.step()
+        for _ in range(2):
+            reading.made = 0
+            outcome = engine.step()
+            assert outcome is not None
+            drafts = proposer in (Proposer.DRAFT_MODEL, Proposer.MEDUSA)
+            asked = 0 if stop.kind is StopKind.NONE else int(outcome.drafted_k.max()) + 1
+            assert reading.made <= 1 + drafts * (1 + asked)
+            assert reading.made >= 1 + drafts
+            if stop.kind is StopKind.NONE:
+                assert reading.made == 1 + drafts
