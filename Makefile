@@ -11,7 +11,7 @@ FOLDERS := $(wildcard controller engine policies protos sim)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .DELETE_ON_ERROR:
-.PHONY: venv run test test-all check bench stubs links venv-vllm test-vllm
+.PHONY: venv run test test-all check bench gpu-check test-triton stubs links venv-vllm test-vllm
 
 venv: links .venv/model.stamp
 
@@ -37,6 +37,10 @@ bench: venv venv-vllm
 	$(BIN)/parlay bench engine
 	$(BIN)/parlay bench rpc --engines 8 --seconds 60
 
+# Needs torch with CUDA, numpy, rich and typer, in .venv or outside, and downloads nothing.
+gpu-check: links
+	@PYTHONPATH=build/ns $(or $(wildcard $(BIN)/python),$(PYTHON)) -m parlay.engine.gpu_check
+
 # vLLM in an environment of its own: torch first, and of vLLM's wishes all but its other torches.
 venv-vllm: links .venv-vllm/stamp
 
@@ -52,6 +56,13 @@ venv-vllm: links .venv-vllm/stamp
 
 test-vllm: venv-vllm
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/vllm
+
+# Triton's kernels in its interpreter: random shapes, then the engine's tests on them; half an hour.
+test-triton: venv
+	@$(PYTEST) -m "" tests/unit/engine/test_triton_attention.py tests/unit/engine/test_triton_choice.py \
+	  tests/unit/engine/test_triton_engine.py tests/unit/engine/test_triton_graphs.py
+	@PARLAY_ATTENTION=triton TRITON_INTERPRET=1 $(PYTEST) tests/unit/engine \
+	  -k "not joint_law and not bias and not law_of_plain and not triton"
 
 stubs: venv
 	$(BIN)/python protos/generate.py
