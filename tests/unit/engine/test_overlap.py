@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.serving import tiny_checkpoint
 from tests.tiny import CONFIG, AnyPlan, tiny_backend
 
+from parlay.engine.generate import Placement, generate, open_engine
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.scheduler import EngineConfig
@@ -193,3 +196,18 @@ def test_time_beside_a_pass_is_not_the_passs(monkeypatch: pytest.MonkeyPatch) ->
     outcomes = run(engine)
     assert [o.verify_ms for o in outcomes] == pytest.approx([0.0] * len(outcomes), abs=1e-6)
     assert [o.step_ms for o in outcomes[1:]] == pytest.approx([50.0] * (len(outcomes) - 1))
+
+
+def test_an_engine_is_opened_with_it_but_under_a_sidecar(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    runs = Placement("float32", overlap=True)
+    policy = ("fixed", {"proposer": "ngram", "k": 2})
+    with open_engine(folder, *policy, None, runs) as (engine, tokenizer):
+        assert engine.config.overlap
+        assert type(engine.planner) is LocalPlanner
+        done = generate(engine, tokenizer, [1, 2, 3], SamplingParams(max_tokens=8), print)
+    assert done.output_tokens == 8
+    with open_engine(folder, *policy, f"unix:{tmp_path}/nobody", runs) as (engine, _):
+        assert not engine.config.overlap  # its plans are a step old as they come
+    with open_engine(folder, *policy, None, Placement("float32")) as (engine, _):
+        assert not engine.config.overlap
