@@ -18,6 +18,8 @@ SHARE = 0.02
 """Most of an engine's time that a policy may take, as far as MOST_STEPS lets it be spared."""
 MOST_STEPS = 4
 _NEWS = 0.1
+_LEAST_MS, _MOST_MS = 1e-4, 1e7
+"""What lies outside is no time of a step."""
 _FIRST_TRY = int(Reason.EXPLORE)
 
 
@@ -47,9 +49,8 @@ class SparingPlanner:
         if self._plan is not None and self._age < self.every() and self._serves(self._plan, view):
             return self._plan, PlanSource.LOCAL
         start_s, self._plan = self.clock(), None
-        untold, self._untold = self._untold, []
-        for outcome in untold:
-            self.policy.observe(outcome())
+        while self._untold:  # one at a time: where the policy raises, the others are told later
+            self.policy.observe(self._untold.pop(0)())
         plan = self.policy.decide(view)
         self._policy_ms = _mean(self._policy_ms, 1e3 * (self.clock() - start_s))
         self._age = 0
@@ -68,7 +69,7 @@ class SparingPlanner:
         less. step_ms and prefill_tokens are the outcome's.
         """  # noqa: D205
         self._untold.append(outcome)
-        if not prefill_tokens:
+        if not prefill_tokens and _LEAST_MS <= step_ms <= _MOST_MS:
             self._step_ms = _mean(self._step_ms, step_ms)
 
     def close(self) -> None:

@@ -120,6 +120,8 @@ class Engine:
             self.scheduler.finish(request, FinishReason.ABORT)
             self.backend.forget(request)
             self.shadow.forget(request.request_id)
+            if not self.has_work:
+                self._tell()
 
     def step(self) -> StepOutcome | None:
         """Run one step over every scheduled request; None where there is nothing to do."""

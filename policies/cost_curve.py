@@ -36,6 +36,8 @@ _NOISE = 0.06
 _DRIFT, _FORGET, _AGE_EACH = 5e-6, 5e-5, 8
 """A machine's pace changes, its shape hardly does: a count that is seen in every step is known from
 about its last thirty, one that is not follows the others' pace."""
+_STEEPEST = 100.0
+"""Where what KV would take is so many times the step's own time, no digit of it means much."""
 _SPIKES = 0.05 / 3.0
 """Density of steps that took longer for a reason of the machine's own: one in twenty, by up to a
 factor of twenty. None is shorter for such a reason."""
@@ -80,14 +82,14 @@ class Curve:
         tilt, expected = self._tilt(at, share, tokens, kv, pads)
         alone, miss = self.one_ms(tokens) / expected, math.log(ms / expected)
         row = self.cov @ tilt
-        known = float(row @ tilt)
+        known = max(float(row @ tilt), 0.0)
         z = miss / math.sqrt(known + _NOISE**2)
         self._odd = self._odd + (1 if z > 0 else -1) if abs(z) > _ODD else 0
         if z < _WRONG or abs(self._odd) >= _ODD_RUN:
             self.cov += _DOUBT * (_SETTLED - self.cov)
             self._odd = 0
             row = self.cov @ tilt
-            known = float(row @ tilt)
+            known = max(float(row @ tilt), 0.0)
         variance = known + _NOISE**2 / _trust(miss, known + _NOISE**2)
         self.mean += row * (miss / variance)
         self.cov -= row[:, None] * (row / variance)
@@ -110,7 +112,7 @@ class Curve:
         tilt = np.zeros(_N + 2)
         tilt[at], tilt[at + 1] = (1.0 - share) * alone / ms, share * alone / ms
         tilt[0] += extra / ms
-        tilt[_N:] = unit * kv / ms, unit * pads / ms
+        tilt[_N:] = min(unit * kv / ms, _STEEPEST), min(unit * pads / ms, _STEEPEST)
         return tilt, ms
 
     @property

@@ -139,3 +139,25 @@ def test_what_fails_is_forgotten_and_asked_again() -> None:
     policy.broken = False
     assert planner.plan(view_of([1]))[0] is not None
     assert policy.heard == [0]
+
+
+def test_a_policy_that_raises_over_one_report_hears_of_the_others() -> None:
+    class Choosy(Timed):
+        def observe(self, outcome: StepOutcome) -> None:
+            if outcome.step_id == 1:
+                raise RuntimeError("not this one")
+            super().observe(outcome)
+
+    policy = Choosy(5.0)
+    planner = SparingPlanner(policy, policy)
+    for step in range(4):
+        planner.observe(outcome(step))
+    with pytest.raises(RuntimeError, match="not this one"):
+        planner.plan(view_of([1]))
+    planner.plan(view_of([1]))
+    assert policy.heard == [0, 2, 3]
+
+
+@pytest.mark.parametrize("step_ms", [float("nan"), float("inf"), 0.0, 1e-320])
+def test_a_time_that_is_none_is_not_counted(step_ms: float) -> None:
+    assert set(np.diff(run(Timed(0.3), step_ms=step_ms)).tolist()) == {1}

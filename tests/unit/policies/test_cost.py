@@ -267,3 +267,14 @@ def test_without_a_difference_nothing_is_marked_up() -> None:
     model = StepTime()
     teach(model, 300)
     assert model.markup() == pytest.approx(1.0, abs=0.05)
+
+
+def test_times_that_fall_by_eleven_orders_of_magnitude_break_nothing() -> None:
+    for seed in range(3):
+        curve, rng = Curve(), np.random.default_rng(seed)
+        for ms in np.geomspace(1e7, 1e-4, 120):
+            curve.add(2048.0, float(rng.choice([0.0, 1e7 / KV_UNIT])), 0.0, float(ms))
+        times = curve.ms(np.arange(1.0, 3000.0))
+        assert np.isfinite(times).all()
+        assert (times > 0.0).all()
+        assert np.isfinite(curve.cov).all()
