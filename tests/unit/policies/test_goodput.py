@@ -105,9 +105,10 @@ def test_k_shrinks_as_the_batch_grows() -> None:
     assert per_row[0] > 1.3 * per_row[1]
 
 
-def test_tries_are_blocks_of_the_batch_and_their_cost_is_bounded() -> None:
+@pytest.mark.parametrize(("rows", "steps"), [(8, 600), (16, 1600)])
+def test_tries_are_blocks_of_the_batch_and_their_cost_is_bounded(rows: int, steps: int) -> None:
     policy = goodput()
-    played = play(policy, ["hostile"] * 16, 1600)
+    played = play(policy, ["hostile"] * rows, steps)
     tries = [int((plan.reason == Reason.EXPLORE).sum()) for plan in played.plans]
     at = np.flatnonzero(tries)
     assert len(at)
