@@ -103,15 +103,9 @@ def generate(
         )
         chosen = chosen_policy(policy, settings, sidecar)
         runs = Placement(
-            dtype,
-            device,
-            draft_dtype,
-            draft_device,
-            batch_invariant,
-            tensor_parallel,
-            draft_tensor_parallel,
-            overlap,
-        )
+            dtype, device, draft_dtype, draft_device, batch_invariant,
+            tensor_parallel, draft_tensor_parallel, overlap,
+        )  # fmt: skip
         with open_engine(model, *chosen, sidecar, runs, corpus or ()) as (engine, tokenizer):
             ids = (
                 tokenizer.chat([{"role": "user", "content": text}])

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
+from parlay.policies.cost import LEAST_MS, MOST_MS
 from parlay.policies.policy import Policy
 from parlay.policies.types import BatchView, Plan, PlanSource, Reason, StepOutcome
 
@@ -18,8 +19,6 @@ SHARE = 0.02
 """Most of an engine's time that a policy may take, as far as MOST_STEPS lets it be spared."""
 MOST_STEPS = 4
 _NEWS = 0.1
-_LEAST_MS, _MOST_MS = 1e-4, 1e7
-"""What lies outside is no time of a step."""
 _FIRST_TRY = int(Reason.EXPLORE)
 
 
@@ -69,7 +68,7 @@ class SparingPlanner:
         less. step_ms and prefill_tokens are the outcome's.
         """  # noqa: D205
         self._untold.append(outcome)
-        if not prefill_tokens and _LEAST_MS <= step_ms <= _MOST_MS:
+        if not prefill_tokens and LEAST_MS <= step_ms <= MOST_MS:
             self._step_ms = _mean(self._step_ms, step_ms)
 
     def close(self) -> None:

@@ -22,10 +22,9 @@ _WINDOW = 96
 _REFIT_EACH = 32
 _REFIT_EVERY = 4
 _NOISE = 0.08
-_SPREAD_START = 0.3
 _SPREAD_LEAST = 0.02
 _LEAST_SHARE = 0.05
-_LEAST_MS, _MOST_MS = 1e-4, 1e7
+LEAST_MS, MOST_MS = 1e-4, 1e7
 """What lies outside is no time of a step, but a clock gone wrong."""
 _PREFILL_MOST = 64
 
@@ -66,8 +65,6 @@ class Line:
     def __init__(self, shape: tuple[float, ...], sd: tuple[float, ...]) -> None:
         self.shape, self.sd = np.asarray(shape), np.asarray(sd)
         self.count = 0
-        self.scale = 0.0
-        self.spread = _SPREAD_START
         self._weights = self.shape.copy()
         self._x = np.zeros((_WINDOW, len(shape)))
         self._y = np.zeros(_WINDOW)
@@ -76,15 +73,14 @@ class Line:
         """Return the weights in ms; before anything was seen, the shape at `default_scale`."""
         return self._weights if self.count else self.shape * default_scale
 
-    def add(self, x: Array, y_ms: float) -> bool:
-        """Learn from one step; False where it cannot be one."""
-        if not (_LEAST_MS <= y_ms <= _MOST_MS and float(x @ self.shape) > 0.0):
-            return False
+    def add(self, x: Array, y_ms: float) -> None:
+        """Learn from one step, as far as it can be one."""
+        if not (LEAST_MS <= y_ms <= MOST_MS and float(x @ self.shape) > 0.0):
+            return
         self._x[self.count % _WINDOW], self._y[self.count % _WINDOW] = x, y_ms
         self.count += 1
         if self.count <= _REFIT_EACH or self.count % _REFIT_EVERY == 0:
             self._fit()
-        return True
 
     def _fit(self) -> None:
         n = min(self.count, _WINDOW)
@@ -92,12 +88,12 @@ class Line:
         scale = _median(self._y[:n] / usual)
         y, ridge = self._y[:n] / scale, np.diag(1.0 / self.sd**2)
         # From the shape each time: started from the last fit, a bad one would excuse itself.
-        weights, self.scale = self.shape, scale
+        weights = self.shape
         for _ in range(3):
             expected = np.maximum(x @ weights, _LEAST_SHARE * usual)
             miss = np.abs(y / expected - 1.0)
-            self.spread = max(1.5 * _median(miss), _SPREAD_LEAST)
-            trust = np.minimum(1.0, 2.0 * self.spread / np.maximum(miss, 1e-9))
+            spread = max(1.5 * _median(miss), _SPREAD_LEAST)
+            trust = np.minimum(1.0, 2.0 * spread / np.maximum(miss, 1e-9))
             weighted = x * (trust / (_NOISE * expected) ** 2)[:, None]
             solved = np.linalg.solve(weighted.T @ x + ridge, weighted.T @ y + ridge @ self.shape)
             weights = np.maximum(solved, 0.0)
@@ -105,19 +101,18 @@ class Line:
 
     def state(self) -> Array:
         """Return everything as one vector."""
-        head = [float(self.count), self.scale, self.spread]
-        return np.concatenate([head, self._weights, self._x.ravel(), self._y])
+        return np.concatenate([[float(self.count)], self._weights, self._x.ravel(), self._y])
 
     def load(self, state: Array) -> None:
         """Take a vector from `state()`; raises ValueError where its length does not fit."""
         n = len(self.shape)
-        cuts = np.cumsum([3, n, _WINDOW * n, _WINDOW])
+        cuts = np.cumsum([1, n, _WINDOW * n, _WINDOW])
         if np.shape(state) != (cuts[-1],):
             raise ValueError(
                 f"a line of {n} weights needs {cuts[-1]} numbers, not {np.shape(state)}"
             )
-        head, weights, x, y, _ = np.split(np.asarray(state, float), cuts)
-        self.count, self.scale, self.spread = int(head[0]), float(head[1]), float(head[2])
+        count, weights, x, y, _ = np.split(np.asarray(state, float), cuts)
+        self.count = int(count[0])
         self._weights, self._x, self._y = weights.copy(), x.reshape(_WINDOW, n).copy(), y.copy()
 
 
@@ -142,7 +137,7 @@ class StepTime:
         self._compare(outcome, pads, passes)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
             x = np.array([1.0, tokens / TOKENS_UNIT])
-            if _LEAST_MS <= outcome.verify_ms <= _MOST_MS:
+            if LEAST_MS <= outcome.verify_ms <= MOST_MS:
                 kv = outcome.kv_tokens / KV_UNIT
                 alone_ms = self.curve.add(tokens, kv, pads / TOKENS_UNIT, outcome.verify_ms)
                 self.verify.add(x, alone_ms)
@@ -164,7 +159,7 @@ class StepTime:
         """
         if outcome.prefill_tokens or not self.started or not outcome.padded_tokens:
             return
-        if not _LEAST_MS <= outcome.step_ms <= _MOST_MS:
+        if not LEAST_MS <= outcome.step_ms <= MOST_MS:
             return
         expected_ms = self.verify_one_ms(float(outcome.padded_tokens), float(outcome.kv_tokens))
         expected_ms += self.pad_ms() * pads

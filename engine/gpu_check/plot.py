@@ -63,4 +63,6 @@ def _speeds(axes: Any, rows: Sequence[Json]) -> None:
         axes.plot([r["batch"] for r in here], ratios, style, marker=".", label=mode)
     axes.set(xscale="log", ylabel="times none")
     if rows:
-        axes.legend()
+        axes.set_xticks(sorted(plain), [str(batch) for batch in sorted(plain)])
+        axes.set_xticks([], minor=True)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

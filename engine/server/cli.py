@@ -75,15 +75,9 @@ def engine(
             from parlay.engine.server.serve import HttpServer
 
             runs = Placement(
-                dtype,
-                device,
-                draft_dtype,
-                draft_device,
-                batch_invariant,
-                tensor_parallel,
-                draft_tensor_parallel,
-                overlap,
-            )
+                dtype, device, draft_dtype, draft_device, batch_invariant,
+                tensor_parallel, draft_tensor_parallel, overlap,
+            )  # fmt: skip
             load = Model(model, draft, max_running, context, medusa, corpus or (), runs)
             known_as = engine_name(bound.getsockname()[1])
             watched = None if stats is None else stack.enter_context(open_stats(stats, known_as))

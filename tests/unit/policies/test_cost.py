@@ -215,7 +215,8 @@ def test_a_line_is_the_ridge_solution_on_clean_data() -> None:
     true = np.array([20.0, 15.0, 3.0])
     for _ in range(96):
         x = np.array([1.0, rng.uniform(0, 64) / TOKENS_UNIT, rng.uniform(0, 4096) / KV_UNIT])
-        assert line.add(x, float(x @ true))
+        line.add(x, float(x @ true))
+    assert line.count == 96
     assert line.weights() == pytest.approx(true, rel=0.03)
 
 
