@@ -11,7 +11,7 @@ import torch
 from tests.static_attention import StaticAttention
 from tests.tiny import CONFIG, AnyPlan, tiny_backend, tiny_config, tiny_llama, tiny_weights
 from tests.tiny_heads import headed_backend
-from tests.unit.engine.test_device_draft import SAMPLINGS, Priced
+from tests.unit.engine.test_device_draft import Priced, run
 from torch import Tensor
 
 from parlay.engine.graph_capture import Capture, EagerCapture, Recording, Work
@@ -19,14 +19,14 @@ from parlay.engine.graphs import EDGES, Graphs, edges_up_to
 from parlay.engine.graphs import StaticAttention as Protocol
 from parlay.engine.models import Llama
 from parlay.engine.planner import LocalPlanner
-from parlay.engine.request import Request, SamplingParams
+from parlay.engine.request import SamplingParams
 from parlay.engine.runner import Runner, chosen, flat
 from parlay.engine.spans import Spans
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
 from parlay.engine.traits import LLAMA, Local
 from parlay.engine.tree import trees_of
-from parlay.policies.types import Proposer, StepOutcome, StopKind, StopRule
+from parlay.policies.types import Proposer, StopKind, StopRule
 
 ALL = (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, Proposer.MEDUSA)
 VOCAB = 6
@@ -68,17 +68,6 @@ def graphed(backend: TorchBackend, capture: Capture | None = None) -> TorchBacke
             proposer.on_device = True
     backend.use_graphs(lambda device: capture or EagerCapture())
     return backend
-
-
-def run(backend: TorchBackend, policy: AnyPlan) -> tuple[list[Request], list[StepOutcome]]:
-    engine = Engine(backend, LocalPlanner(policy), backend.config)
-    requests = [engine.add([1, 5, 2, i % VOCAB, 5], SAMPLINGS[i % 4]) for i in range(7)]
-    outcomes = []
-    while engine.has_work:
-        outcome = engine.step()
-        assert outcome is not None
-        outcomes.append(outcome)
-    return requests, outcomes
 
 
 @pytest.mark.parametrize("width", [1, 3], ids=["chains", "trees"])
