@@ -76,8 +76,8 @@ class Acceptance:
 
     def __init__(self, k_max: int) -> None:
         self.k_max = k_max
-        self.rejected = np.zeros((CHANNELS, k_max))
-        self.exposed = np.zeros((CHANNELS, k_max))
+        # Rejections and exposures.
+        self.places = np.zeros((2, CHANNELS, k_max))
         self.hazard = np.zeros((CHANNELS, k_max))
         # What other replicas counted: decided on, neither aged nor passed on here.
         self.others = np.zeros((2, CHANNELS, k_max))
@@ -98,6 +98,18 @@ class Acceptance:
     def version(self) -> int:
         """Return how many steps were heard of."""
         return self._table.now
+
+    @property
+    def rejected(self) -> Array:
+        """Return f64 [CHANNELS, K]: rejections at each place, discounted."""
+        rejected: Array = self.places[0]
+        return rejected
+
+    @property
+    def exposed(self) -> Array:
+        """Return f64 [CHANNELS, K]: the frailty of drafts that reached each place, discounted."""
+        exposed: Array = self.places[1]
+        return exposed
 
     @property
     def task_rows(self) -> Array:
@@ -187,8 +199,11 @@ class Acceptance:
         reached = min(accepted + 1, seen, self.k_max)
         weight = FIRST_WEIGHT if self._table.output[row] < FIRST_TOKENS else 1.0
         task = int(self._table.task_of[row])
-        rejections, hazards = self._table.in_all[:, task, proposer].tolist()
-        task_frailty = (TASK_STRENGTH + rejections) / (TASK_STRENGTH + hazards)
+        own = self._table.task[:, task, proposer]
+        (rejections, hazards), others = own.tolist(), self._table.others[:, task, proposer].tolist()
+        task_frailty = (TASK_STRENGTH + (rejections + others[0])) / (
+            TASK_STRENGTH + (hazards + others[1])
+        )
         rejected, expected = self._table.request[:, row, proposer].tolist()
         strength = float(self._strength.of[proposer])
         prior, known = strength * task_frailty + rejected, strength + expected
@@ -203,10 +218,8 @@ class Acceptance:
             before += hazard
         self.rows[proposer] += 1
         aged = slice(BUCKETS) if proposer == NGRAM else slice(channel, channel + 1)
-        self.rejected[aged] *= _ROW_DECAY
-        self.exposed[aged] *= _ROW_DECAY
+        self.places[:, aged] *= _ROW_DECAY
         self._table.drafts[task, proposer] += 1
-        self._table.task[:, task, proposer] *= _TASK_ROW_DECAY
         fails = accepted < min(seen, self.k_max)
         failed = draft.share * weight if fails else 0.0
         foretold *= weight
@@ -216,11 +229,15 @@ class Acceptance:
             self.watch(task, proposer, failed - foretold, weight * weight * variance)
         if fails:
             self._total[0, channel, accepted] += failed
-            self.rejected[channel, accepted] += failed
-        self._total[1, channel, :reached] += exposure
-        self.exposed[channel, :reached] += exposure
-        self._table.request[:, row, proposer] += (failed, before * weight)
-        self._table.task[:, task, proposer] += (failed, expected_of_task * weight)
+            self.places[0, channel, accepted] += failed
+        reach = np.array(exposure)
+        self._total[1, channel, :reached] += reach
+        self.places[1, channel, :reached] += reach
+        self._table.request[:, row, proposer] = rejected + failed, expected + before * weight
+        own[:] = (
+            rejections * _TASK_ROW_DECAY + failed,
+            hazards * _TASK_ROW_DECAY + expected_of_task * weight,
+        )
         self._refit()
 
     def _count_all(self, drafts: Drafts) -> None:
@@ -255,8 +272,7 @@ class Acceptance:
         np.add.at(counts[0], channel, rejection)
         np.add.at(counts[1], channel, exposure)
         self._total += counts
-        self.rejected += counts[0]
-        self.exposed += counts[1]
+        self.places += counts
         np.add.at(self._table.request[0], (row, proposer), failed)
         np.add.at(self._table.request[1], (row, proposer), hazard.sum(axis=1) * weight)
         np.add.at(self._table.task[0], (task, proposer), failed)
@@ -272,9 +288,7 @@ class Acceptance:
         rows = np.bincount(proposer, minlength=PROPOSERS)
         self.rows += rows
         decay = 0.5 ** (rows / HALF_LIFE_ROWS)
-        by_channel = decay[CHANNEL_PROPOSER][:, None]
-        self.rejected *= by_channel
-        self.exposed *= by_channel
+        self.places *= decay[CHANNEL_PROPOSER][:, None]
         counts = np.bincount(task * PROPOSERS + proposer, minlength=TASKS * PROPOSERS)
         task_rows = counts.reshape(TASKS, PROPOSERS)
         self._table.drafts += task_rows
@@ -291,20 +305,20 @@ class Acceptance:
         self.rows[proposer] += rows * share
         self._table.task[:, task, proposer] *= 0.5 ** (rows / TASK_HALF_LIFE_ROWS)
         by_channel = (0.5 ** (rows * share / HALF_LIFE_ROWS)) ** (proposer == CHANNEL_PROPOSER)
-        self.rejected *= by_channel[:, None]
-        self.exposed *= by_channel[:, None]
+        self.places *= by_channel[:, None]
         self._refit()
 
     def _refit(self) -> None:
         """Shrink each position to the shallower ones near it, and those to the prior."""
-        rejected, exposed = self.rejected + self.others[0], self.exposed + self.others[1]
-        near = (_PRIOR + rejected @ self._neighbours) / (PRIOR_ROWS + exposed @ self._neighbours)
+        rejected, exposed = places = self.places + self.others
+        near_rejected, near_exposed = places @ self._neighbours
+        near = (_PRIOR + near_rejected) / (PRIOR_ROWS + near_exposed)
         hazard = (NEIGHBOUR_ROWS * near + rejected) / (NEIGHBOUR_ROWS + exposed)
         self.hazard = np.minimum(np.maximum(hazard, HAZARD_FLOOR), HAZARD_CEILING)
         # Who reached a place has shown by it that its frailty is less than was known before.
-        known = (self._strength.of + self._strength.expected)[CHANNEL_PROPOSER, None]
-        less = 1.0 + (self.hazard @ self._before) / known
-        self._hazard: Array = np.divide(self.hazard, less, dtype=np.float32)
+        known = (self._strength.of + self._strength.expected).take(CHANNEL_PROPOSER)
+        less = 1.0 + (self.hazard @ self._before) / known[:, None]
+        self._hazard: Array = (self.hazard / less).astype(np.float32)
 
     def _task_frailty(self) -> Array:
         rejected, expected = self._table.in_all
@@ -334,7 +348,7 @@ class Acceptance:
             )
         self.__dict__.update(fresh.__dict__)
         self.loaded = True
-        self.rejected, self.exposed = state["rejected"].copy(), state["exposed"].copy()
+        self.places = np.stack([state["rejected"], state["exposed"]])
         if "strength" in state:
             self._strength.load(state["strength"])
         self._table.load(state, int(state["version"]))
@@ -343,8 +357,7 @@ class Acceptance:
     def counted(self) -> Counts:
         """Return what was counted here and nowhere else."""
         table, at = self._table, self._table.tasks
-        places = np.stack([self.rejected, self.exposed])
-        return Counts(places, self.rows.copy(), table.task_id, table.task[:, at], table.drafts[at])
+        return Counts(self.places.copy(), self.rows.copy(), table.task_id, table.task[:, at], table.drafts[at])
 
     def known(self) -> Counts:
         """Return what is decided on, own and others' counts in one, of tasks as in `counted`."""
@@ -353,7 +366,7 @@ class Acceptance:
 
     def join(self, own: Counts, others: Counts) -> None:
         """Go on from `own`, of tasks as in `counted`; from now decide on these and on `others`."""
-        self.rejected, self.exposed = own.places.copy()
+        self.places = own.places.copy()
         self.others = others.places.copy()
         self._table.take_tasks(own.task_id, own.task_counts)
         self._table.take_others(others.task_id, others.task_counts)
@@ -374,6 +387,5 @@ class Acceptance:
         for delta in deltas:
             if "counts" not in delta or np.shape(delta["counts"]) != self._total.shape:
                 raise ValueError(f"a delta needs counts of shape {self._total.shape}")
-            self.rejected += delta["counts"][0]
-            self.exposed += delta["counts"][1]
+            self.places += delta["counts"]
         self._refit()

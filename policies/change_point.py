@@ -36,6 +36,7 @@ class ChangePoints:
         self.found_in_all = 0
         self._at = {name: np.zeros((TASKS, PROPOSERS)) for name in _FIELDS}
         self._at["scatter"][:] = 1.0
+        self._noted = False
 
     def note(
         self,
@@ -45,13 +46,20 @@ class ChangePoints:
         variance: Array | float,
     ) -> None:
         """Hear of drafts, [n] or one: rejections beyond those foretold, and their variance."""
+        self._noted = True
         at: Any = (task, proposer)
+        if isinstance(task, int):
+            self._at["excess"][at] += excess
+            self._at["variance"][at] += variance
+            return
         np.add.at(self._at["excess"], at, excess)
         np.add.at(self._at["variance"], at, variance)
 
     def found(self) -> list[tuple[int, int]]:
         """Return (task, proposer) of which the blocks that are full now ring; they start anew."""
-        at = self._at
+        if not self._noted:
+            return []
+        at, self._noted = self._at, False
         full = (at["variance"] >= _BLOCK_VARIANCE).nonzero()
         if not len(full[0]):
             return []

@@ -127,12 +127,13 @@ class StepTime:
         self.draft = Line((0.06, 0.003, 0.002), (0.06, 0.003, 0.002))
         self.ngram_token_ms = 0.0
         self.curve = Curve()
-        self._surprise = np.zeros((2, 2))
+        # Without drafts and with them: the sum of steps' surprises, and their number, discounted.
+        self._surprise = [[0.0, 0.0], [0.0, 0.0]]
 
     def observe(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
         """Learn from a step, in which the draft model caught up `catch_up_tokens` of KV."""
         tokens, pads = float(outcome.padded_tokens), _padding(outcome)
-        drafted = float(outcome.drafted_k[outcome.proposer == DRAFT_MODEL].sum())
+        drafted = _drafted_by(outcome, DRAFT_MODEL)
         passes = (float(outcome.draft_depth), drafted, catch_up_tokens)
         self._compare(outcome, pads, passes)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
@@ -145,7 +146,7 @@ class StepTime:
             self.overhead.add(x, max(rest, 1e-3 * outcome.verify_ms))
         if outcome.draft_depth > 0 and drafted > 0:
             self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))
-        looked_up = float(outcome.drafted_k[outcome.proposer == NGRAM].sum())
+        looked_up = _drafted_by(outcome, NGRAM)
         spent = float(outcome.draft_ms[NGRAM])
         if looked_up > 0 and 0.0 <= spent < np.inf:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
@@ -168,17 +169,20 @@ class StepTime:
             expected_ms += sum(n * ms for n, ms in zip(passes, each_ms, strict=True))
         surprise = math.log(outcome.step_ms / expected_ms)
         surprise = min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
-        kind = int(outcome.drafted_k.any())
-        self._surprise[kind] *= _SURPRISE_DISCOUNT
-        self._surprise[kind] += (surprise, 1.0)
-        self._surprise[1 - kind] *= _SURPRISE_FADE
+        kind = int(np.count_nonzero(outcome.drafted_k) > 0)
+        (total, count), other = self._surprise[kind], self._surprise[1 - kind]
+        self._surprise[kind] = [
+            _SURPRISE_DISCOUNT * total + surprise,
+            _SURPRISE_DISCOUNT * count + 1.0,
+        ]
+        self._surprise[1 - kind] = [_SURPRISE_FADE * part for part in other]
 
     def markup(self) -> float:
         """Return how many times as long as these lines say a step takes once anything is drafted.
 
         Against steps without drafts: what the lines miss of both kinds changes no choice.
         """
-        plain, drafting = self._surprise[:, 0] / (_SURPRISE_PRIOR + self._surprise[:, 1])
+        plain, drafting = (total / (_SURPRISE_PRIOR + count) for total, count in self._surprise)
         return math.exp(drafting - plain)
 
     @property
@@ -206,7 +210,8 @@ class StepTime:
         from its ends.
         """  # noqa: D205
         fixed, per_token = self.verify.weights().tolist()
-        inside = tokens.clip(*self.curve.reach) if self.started else tokens
+        low, high = self.curve.reach
+        inside = np.minimum(np.maximum(tokens, low), high) if self.started else tokens
         line = fixed + per_token / TOKENS_UNIT * tokens
         anchor = np.maximum(fixed + per_token / TOKENS_UNIT * inside, 1e-9)
         took: Array = self.curve.ms(inside) * (line / anchor)
@@ -245,7 +250,7 @@ class StepTime:
             "overhead": self.overhead.state(),
             "draft": self.draft.state(),
             "ngram_token_ms": np.asarray(self.ngram_token_ms),
-            "surprise": self._surprise.copy(),
+            "surprise": np.array(self._surprise),
             **self.curve.state(),
         }
 
@@ -261,7 +266,7 @@ class StepTime:
         ):
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])
-        self._surprise = np.array(state["surprise"])
+        self._surprise = np.array(state["surprise"], float).reshape(2, 2).tolist()
         self.curve.load(state)
 
 
@@ -275,4 +280,13 @@ def _median(values: Array) -> float:
 def _padding(outcome: StepOutcome) -> float:
     """Return how many tokens rows of a step without prompts would need to be all of one length."""
     k = outcome.verified_k
-    return 0.0 if outcome.prefill_tokens else float(len(k) * int(k.max(initial=0)) - k.sum())
+    if outcome.prefill_tokens or len(k) < 2:
+        return 0.0
+    return float(len(k) * int(k.max()) - k.sum())
+
+
+def _drafted_by(outcome: StepOutcome, proposer: int) -> float:
+    """Return how many tokens a proposer drafted in the step."""
+    if len(outcome) == 1:
+        return float(outcome.drafted_k[0]) if outcome.proposer[0] == proposer else 0.0
+    return float(outcome.drafted_k[outcome.proposer == proposer].sum())

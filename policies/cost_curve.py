@@ -79,8 +79,8 @@ class Curve:
         Return its time without what KV and padding took.
         """
         at, share = _place(tokens)
-        tilt, expected = self._tilt(at, share, tokens, kv, pads)
-        alone, miss = self.one_ms(tokens) / expected, math.log(ms / expected)
+        tilt, alone_ms, expected = self._tilt(at, share, tokens, kv, pads)
+        alone, miss = alone_ms / expected, math.log(ms / expected)
         row = self.cov @ tilt
         known = max(float(row @ tilt), 0.0)
         z = miss / math.sqrt(known + _NOISE**2)
@@ -103,8 +103,10 @@ class Curve:
 
     def _tilt(
         self, at: int, share: float, tokens: float, kv: float, pads: float
-    ) -> tuple[Array, float]:
-        """Return how the logarithm of a step's time goes with each of `mean`, and that time."""
+    ) -> tuple[Array, float, float]:
+        """Return how the logarithm of a step's time goes with each of `mean`; the time without what
+        KV and padding take, and with it.
+        """  # noqa: D205
         unit = math.exp(self.mean[0])
         alone = self.one_ms(tokens)
         extra = unit * (kv * self.kv + pads * self.pad)
@@ -113,7 +115,7 @@ class Curve:
         tilt[at], tilt[at + 1] = (1.0 - share) * alone / ms, share * alone / ms
         tilt[0] += extra / ms
         tilt[_N:] = min(unit * kv / ms, _STEEPEST), min(unit * pads / ms, _STEEPEST)
-        return tilt, ms
+        return tilt, alone, ms
 
     @property
     def kv(self) -> float:
@@ -140,9 +142,9 @@ class Curve:
     def one_ms(self, tokens: float) -> float:
         """Return `ms` of one number of tokens, 1 or more, without arrays."""
         at, share = _place(tokens)
-        low, high = self.mean[at : at + 2].tolist()
-        beyond = max(float(tokens) / float(EDGES[-1]), 1.0)
-        return beyond * math.exp(float(low + share * (high - low)))
+        low, high = self.mean.item(at), self.mean.item(at + 1)
+        beyond = max(tokens / _EDGE_OF[-1], 1.0)
+        return beyond * math.exp(low + share * (high - low))
 
     def state(self) -> dict[str, Array]:
         """Return everything that later times depend on."""

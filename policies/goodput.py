@@ -160,6 +160,8 @@ class Goodput:
 
         None where no draft was ended.
         """
+        if len(outcome) == 1 and int(outcome.drafted_k[0]) >= int(outcome.requested_k[0]):
+            return None
         place = outcome.drafted_k.astype(np.intp)
         short = (place < outcome.requested_k) & (place < outcome.confidences.shape[1])
         if not short.any():
@@ -180,12 +182,12 @@ class Goodput:
 
     def _caught_up(self, outcome: StepOutcome) -> float:
         """Return how many tokens of KV the draft model caught up in the step."""
-        drafts = outcome.proposer == DRAFT_MODEL
-        if not drafts.any():
+        if not outcome.draft_depth:
             return 0.0
+        drafts = outcome.proposer == DRAFT_MODEL
         before, last = self._lags
         _, ids, lag = before if before[0] == outcome.step_id else last
-        if not np.array_equal(ids, outcome.request_id):
+        if ids.tobytes() != outcome.request_id.tobytes():
             drafts = np.isin(ids, outcome.request_id[drafts])
         return float(behind(lag[drafts]).sum())
 
@@ -270,6 +272,10 @@ class Goodput:
 
 def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:
     """Return what most rows of each task do, and under task 0 what most rows of all do."""
+    if len(view) == 1 and not view.prefill_tokens[0]:
+        tasks = np.array(sorted({0, int(view.task[0])}), np.uint32)
+        alike = np.zeros(len(tasks), np.intp)
+        return TaskDefaults(tasks, chosen.proposer[alike], chosen.k[alike].astype(np.int16))
     rows = np.flatnonzero(view.prefill_tokens == 0)
     task = view.task[rows]
     tasks = np.array(sorted({0, *task.tolist()}), np.uint32)

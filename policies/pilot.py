@@ -183,7 +183,7 @@ class Pilot:
         """
         pace = self._pace_ms[self._at]
         known = np.isfinite(pace)
-        if not known.any():
+        if len(pace) == 1 or not known.any():
             return np.ones(len(pace))
         need = np.where(known, pace / pace[known].mean(), 1.0)
         bounded: Array = np.minimum(np.maximum(need, _LEAST_NEED), _MOST_NEED) ** _NEED_POWER
