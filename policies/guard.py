@@ -43,23 +43,26 @@ from parlay.policies.types import (
     StepOutcome,
 )
 
-_LONGEST = 4
-"""A block ends after so many times its length in decisions, whatever could be measured."""
+_LONGEST, _WITH_PROMPTS = 4, 2
+"""A block ends after so many times its length in decisions, whatever could be measured; and after
+so many times its length in steps measured with prompts and without."""
 _UNSETTLED_PAIRS = 24
 _ON_GAP_STEPS = 64
 _SURE, _SURE_PAIRS, _SURE_GAP_STEPS = math.log(1.05), 3, 192
 """Where the gain is three standard errors above this, pairs only watch for its end; the bounds that
 turn the policy off are others and do not depend on it."""
 _OFF_GAP_STEPS = 32
-_GRANT_STEPS = 8
-"""Loss and probing cost are allowed this many steps beyond their shares, so that a cold start is
-optimistic; probes while off get none."""
+_GRANT_STEPS, _PROBE_GRANT_STEPS = 8, 3
+"""Loss, and what pairs cost, are allowed this many steps beyond their shares, so that a cold start
+is optimistic and its first pairs need not wait; probes while off get none."""
 _PLAIN_GAIN = 1.05
 """A policy that expects more is not put to the test before its share of the time has paid for it;
 whether it is right is found out all the same, a few hundred steps later."""
 _DEAR_GAIN, _DEAR_STEPS, _DEAR_SHARE = 1.2, 3, 0.5
 """Of a policy that expects as much, a plain step costs much and shows much: fewer are measured, and
 of what pairs may cost half is enough for as many of them."""
+_EXPECTS_STEPS = 16
+_PATIENT_STEPS = 64
 _RETURN_SIGMAS = 3.0
 _PLANS = 64
 
@@ -95,13 +98,14 @@ class Guard:
         """Return the wrapped policy's plan, or one that drafts nothing."""
         at = self._at
         if len(view):
-            self._next_block(len(view))
+            self._next_block(len(view), int(view.prefill_tokens.sum()))
             at.decided += 1
         treated, paired = at.treated(), at.phase != GAP
         self._plans[view.step_id % _PLANS] = (view.step_id, at.block, treated, paired)
         if treated:
             plan = self.policy.decide(view)
             at.inner_version = plan.state_version
+            self._expect(view)
             return replace(plan, propensity=0.5 * plan.propensity) if paired else plan
         reason = Reason.EXPLORE if paired and at.on else Reason.NO_GAIN
         plan = rows_plan(view, Proposer.NONE, np.zeros(len(view), np.int16), reason)
@@ -134,6 +138,8 @@ class Guard:
         if clean and (first or (paired and treated != at.on)):
             excess_ms = ledger.excess_ms(at.on, step.tokens, step.ms)
             ledger.probing_ms = max(0.0, ledger.probing_ms + excess_ms)
+        elif at.on and not treated:
+            ledger.probing_ms += ledger.missed_ms(step.tokens)
         ledger.pending_ms += step.ms if at.on and treated else 0.0
         ledger.loss_ms = max(0.0, ledger.loss_ms - self.settings.loss_share * step.ms)
         if first:
@@ -144,10 +150,11 @@ class Guard:
             what = (1.0, step.tokens, step.ms, math.log(step.rows), step.prefill, step.drafted)
             self._sums[at.phase - 1, int(not clean) :] += what
             at.measured += clean
-            if at.measured >= (self.settings.block_steps if treated else at.plain_steps):
+            wanted = self.settings.block_steps if treated else at.plain_steps
+            if max(at.measured, self._sums[at.phase - 1, 1, 0] / _WITH_PROMPTS) >= wanted:
                 self._advance()
 
-    def _next_block(self, rows: int) -> None:
+    def _next_block(self, rows: int, prefill_tokens: int) -> None:
         """Begin a pair where one is due and paid for; end a block that can measure nothing."""
         at = self._at
         if abs(math.log(rows) - self._ledger.load) > LOAD_CHANGE:
@@ -155,8 +162,10 @@ class Guard:
         if at.phase != GAP:
             if at.decided >= _LONGEST * (self.settings.block_steps + TRANSITION_STEPS):
                 self._advance()
-        elif at.decided >= at.this_gap and self._ledger.probing_ms + self._dear_ms() <= (
-            self._allowed_ms()
+        elif (
+            at.decided >= at.this_gap
+            and not (at.on and prefill_tokens > PREFILL_MOST and at.decided < self._patience())
+            and self._ledger.probing_ms + self._dear_ms() <= self._allowed_ms()
         ):
             at.pair += 1
             at.treated_first = bool(self._draw() < 0.5)
@@ -164,13 +173,17 @@ class Guard:
             self._sums[:] = 0.0
             self._advance()
 
+    def _patience(self) -> int:
+        """Return by when a pair begins though prompts are read, which blur and lengthen it."""
+        return self._at.this_gap + _PATIENT_STEPS
+
     def _allowed_ms(self) -> float:
         """Return what pairs may have cost by now."""
         shared = self.settings.probe_share * self._ledger.elapsed_ms
         if self._dear():
             shared *= _DEAR_SHARE
         granted = self._at.on and self._likely_gain() < _PLAIN_GAIN
-        return shared + (_GRANT_STEPS * self._ledger.mean_ms if granted else 0.0)
+        return shared + (_PROBE_GRANT_STEPS * self._ledger.mean_ms if granted else 0.0)
 
     def _dear_ms(self) -> float:
         """Return what a pair is likely to cost: a step without drafts is dear where they gain."""
@@ -189,8 +202,16 @@ class Guard:
         return min(_DEAR_STEPS, steps) if self._dear() else steps
 
     def _likely_gain(self) -> float:
-        """Return what the wrapped policy expects to gain, 1 where it does not say."""
-        return float(getattr(self.policy, "expected_gain", 1.0))
+        """Return what the wrapped policy expects to gain of late, 1 where it does not say."""
+        return math.exp(self._at.expects)
+
+    def _expect(self, view: BatchView) -> None:
+        """Hear what the wrapped policy expects of its plan; one alone says little."""
+        if view.prefill_tokens.all():
+            return
+        gain = float(getattr(self.policy, "expected_gain", 1.0))
+        if gain > 0.0:
+            self._at.expects += (math.log(gain) - self._at.expects) / _EXPECTS_STEPS
 
     def _advance(self) -> None:
         at = self._at

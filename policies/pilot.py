@@ -41,7 +41,8 @@ _PACE_DECAY = 0.9
 """Weight of the past in a request's time a token: about its last ten tokens. Longer ones follow the
 text too late: .95 and .97 lost .3 and .8% on recorded answers in batches of 16."""
 _LEAST_NEED, _MOST_NEED = 0.2, 4.0
-_NEED_POWER = 0.75
+_NEED_POWER = 0.375
+"""A request's pace foretells its next tokens only in part."""
 _STARVED_WEIGHT = 8.0
 _SCARCE_SHARE = 0.1
 """Of the cache free: below it a drafted token has a price."""

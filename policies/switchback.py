@@ -29,7 +29,10 @@ GAP, FIRST, SECOND = range(3)
 
 @dataclass(slots=True)
 class Schedule:
-    """Which block is running; `block` counts blocks and gaps, so that outcomes find theirs."""
+    """Which block is running; `block` counts blocks and gaps, so that outcomes find theirs.
+
+    expects: log of the gain that the wrapped policy expects of late, 0 where it does not say.
+    """
 
     on: bool = True
     pair: int = 0
@@ -44,6 +47,7 @@ class Schedule:
     seen_block: int = -1
     seen: int = 0
     inner_version: int = 0
+    expects: float = 0.0
 
     def treated(self) -> bool:
         """Say whether the wrapped policy's plan is applied now."""
@@ -65,6 +69,7 @@ class Ledger:
     bypass_tokens: float = 0.0
     treated_ms: float = 0.0
     treated_tokens: float = 0.0
+    treated_steps: float = 0.0
     hope: float = 0.0
     load: float = math.nan
     switches: int = 0
@@ -87,6 +92,7 @@ class Ledger:
         if treated:
             self.treated_ms = keep * self.treated_ms + ms
             self.treated_tokens = keep * self.treated_tokens + tokens
+            self.treated_steps = keep * self.treated_steps + 1.0
         else:
             self.bypass_ms = keep * self.bypass_ms + ms
             self.bypass_tokens = keep * self.bypass_tokens + tokens
@@ -97,6 +103,13 @@ class Ledger:
             (self.treated_ms, self.treated_tokens) if on else (self.bypass_ms, self.bypass_tokens)
         )
         return ms - tokens * usual[0] / usual[1] if usual[1] else 0.0
+
+    def missed_ms(self, tokens: float) -> float:
+        """Return the usual time, by the policy's plans, of what a step emitted less than usual."""
+        if not self.treated_tokens:
+            return 0.0
+        missed = self.treated_tokens / self.treated_steps - tokens
+        return max(missed, 0.0) * self.treated_ms / self.treated_tokens
 
     def moves_to(self, load: float) -> bool:
         """Follow the mean log rows of a pair; return whether it is another load altogether."""
