@@ -18,6 +18,7 @@ from typing import Any
 
 from parlay.controller.config_kinds import KINDS, LEVELS
 from parlay.controller.listener import socket_path
+from parlay.policies import DEFAULT_POLICY
 
 Source = tuple[Mapping[str, Any], Callable[[str], str]]
 """Values by key, and how the source names a key."""
@@ -36,7 +37,7 @@ class Config:
         default="127.0.0.1:50051",
         metadata=_is("text", "where engines ask: unix:/path or host:port (port 0: any)"),
     )
-    policy: str = field(default="goodput", metadata=_is("text", "the policy that decides"))
+    policy: str = field(default=DEFAULT_POLICY, metadata=_is("text", "the policy that decides"))
     set: Mapping[str, str] = field(
         default_factory=dict, metadata=_is("pairs", "a setting of the policy, key=value")
     )

@@ -17,11 +17,12 @@ from parlay.engine.request import OnTokens, Request, SamplingParams, Speculation
 from parlay.engine.sparing import SparingPlanner
 from parlay.engine.step import Engine
 from parlay.engine.torch_backend import TorchBackend
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.policy import make_policy
 
 PARLAY = "parlay"
 BEST_STATIC, GATE = "best_static", "gate"
-POLICIES = {NONE: "none", ADAPTIVE: "goodput"}
+POLICIES = {NONE: "none", ADAPTIVE: DEFAULT_POLICY}
 
 
 def _gate(min_match: int, k_ngram: int, k_draft: int) -> Mode:

@@ -27,6 +27,7 @@ from parlay.engine.options import (
     TensorParallel,
     chosen_policy,
 )
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.files import check_writable
 
 JsonFile = Annotated[
@@ -47,7 +48,7 @@ def one_line(command: str) -> Iterator[None]:
 
 
 def demo(
-    policy: Annotated[str, typer.Option(help="the sidecar's policy")] = "goodput",
+    policy: Annotated[str, typer.Option(help="the sidecar's policy")] = DEFAULT_POLICY,
     quick: Annotated[bool, typer.Option("--quick", help="10 minutes at most, not 44")] = False,
     json_file: JsonFile = None,
 ) -> None:

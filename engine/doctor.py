@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.doctor import Asked, Finding, Verdict, missing
 
 PROMPT, TOKENS = "The capital of France is", 8
@@ -50,7 +51,7 @@ def _decodes(asked: Asked) -> Finding:
     mend = "name another folder with --model" if asked.model else "pip install 'parlay[engine]'"
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     try:
-        with open_engine(asked.model, "goodput", {}, None) as (engine, tokenizer):
+        with open_engine(asked.model, DEFAULT_POLICY, {}, None) as (engine, tokenizer):
             done = generate(engine, tokenizer, tokenizer.encode(PROMPT), sampling, lambda _: None)
     except (OSError, ValueError) as error:
         return Finding(Verdict.FAIL, "model", f"{name}: {' '.join(str(error).split())}", mend)

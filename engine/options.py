@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from parlay.policies import DEFAULT_POLICY
+
 ModelFolder = Annotated[Path | None, typer.Option(help="a Hugging Face checkpoint's folder")]
 PolicyName = Annotated[
-    str | None, typer.Option(help="what decides on speculation [default: goodput]")
+    str | None, typer.Option(help="what decides on speculation [default: pilot]")
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a policy's setting")
@@ -49,7 +51,7 @@ def chosen_policy(
     """Return the policy's name and settings; raises ValueError where a sidecar has its own."""
     if sidecar is not None and (policy is not None or settings):
         raise ValueError("--sidecar decides by its own policy: leave out --policy and --set")
-    return policy or "goodput", key_values(settings or [])
+    return policy or DEFAULT_POLICY, key_values(settings or [])
 
 
 def key_values(pairs: list[str]) -> dict[str, str]:

@@ -1,1 +1,4 @@
 """What to speculate: policies over plain arrays, numpy only."""
+
+DEFAULT_POLICY = "pilot"
+"""What decides where nobody says."""

@@ -359,7 +359,9 @@ class Acceptance:
     def counted(self) -> Counts:
         """Return what was counted here and nowhere else."""
         table, at = self._table, self._table.tasks
-        return Counts(self.places.copy(), self.rows.copy(), table.task_id, table.task[:, at], table.drafts[at])
+        return Counts(
+            self.places.copy(), self.rows.copy(), table.task_id, table.task[:, at], table.drafts[at]
+        )
 
     def known(self) -> Counts:
         """Return what is decided on, own and others' counts in one, of tasks as in `counted`."""

@@ -144,7 +144,7 @@ class Curve:
         at, share = _place(tokens)
         low, high = self.mean.item(at), self.mean.item(at + 1)
         beyond = max(tokens / _EDGE_OF[-1], 1.0)
-        return beyond * math.exp(low + share * (high - low))
+        return float(beyond * math.exp(low + share * (high - low)))
 
     def state(self) -> dict[str, Array]:
         """Return everything that later times depend on."""

@@ -1,12 +1,12 @@
 """The flagship: goodput's estimates and plan, with each request's worth, scarce memory and a guard.
 
 `goodput` makes every token count the same. Here a token counts by the time its request needs for
-one: an answer has as many tokens whatever is drafted, so one saved where they come one by one saves
-a step, one more where eight come at once hardly anything. It counts more where a request is behind
-its latency target, less where that has time to spare, and more again where others have kept one
-from drafting for long; a drafted token costs more as the cache fills; and the guard sees to it that
-the whole is never slower than not speculating. An engine that starts climbs a short staircase of
-token counts, and a task that begins to accept otherwise is forgotten faster.
+one: an answer has as many tokens whatever is drafted, so one saved where they come one by one frees
+its place a step sooner, one more where eight come at once hardly at all. It counts more where a
+request is behind its latency target, less where that has time to spare, and more again where others
+have kept one from drafting for long; a drafted token costs more as the cache fills; and the guard
+sees to it that the whole is never slower than not speculating. An engine that starts climbs a short
+staircase of token counts, and a task that begins to accept otherwise is forgotten faster.
 """
 
 from __future__ import annotations
@@ -178,9 +178,10 @@ class Pilot:
     def _need(self) -> Array:
         """Return f64 [rows]: how long a row's token takes of late, of what one takes on average.
 
-        With row i's rate r a step, steps of T ms and answers of equal length, the time of them all
-        is T * sum(1 / r), which falls by T / r^2 with r. That goes for texts that stay as they are;
-        they do not, and paces are noisy, so that a smaller power of 1 / r pays more.
+        A row that emits r tokens a step, where rows emit m on average, holds its place for 1 / r
+        steps a token, in which another would emit m / r: so much is a token worth that comes now
+        and not later. That goes for texts that stay as they are; they do not, and paces are noisy,
+        so that a smaller power of it pays more.
         """
         pace = self._pace_ms[self._at]
         known = np.isfinite(pace)

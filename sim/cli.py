@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.files import check_writable, write_json
 from parlay.policies.policy import registry
 from parlay.sim.bar import Bar
@@ -41,7 +42,7 @@ def simulate(
     ] = "mixed",
     policy: Annotated[
         str, typer.Option(help="Names with commas, name:key=value/key=value, or 'all'.")
-    ] = "goodput",
+    ] = DEFAULT_POLICY,
     seeds: Annotated[int, typer.Option(min=1, help="Paired seeds (--quick: one).")] = SEEDS,
     steps: Annotated[
         int | None, typer.Option(min=20, help="Measured steps instead of its own.")

@@ -17,6 +17,7 @@ from parlay.engine.demo.prompts import chat_prompts
 from parlay.engine.plugins.hf_shipped import shipped_draft
 from parlay.engine.plugins.huggingface import Speculator, parlay_generate
 from parlay.engine.weights import default_model_dir
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.files import write_json
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -28,7 +29,7 @@ def bench_hf(
     prompts: Annotated[int, typer.Option(help="of each of the six tasks, 1 to 4")] = 1,
     tokens: Annotated[int, typer.Option(help="decoded a prompt")] = 96,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
-    policy: Annotated[str, typer.Option(help="what decides for parlay")] = "goodput",
+    policy: Annotated[str, typer.Option(help="what decides for parlay")] = DEFAULT_POLICY,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Compare adaptive speculation with transformers' own schedules, greedily, one thread."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from parlay.engine.planner import LocalPlanner, Planner
 from parlay.engine.sparing import SparingPlanner
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.policy import EngineLimits, make_policy
 
-DEFAULT_POLICY = "goodput"
 _SHARE, _MOST_STEPS = 0.01, 8
 """Others' engines leave a policy's arrays colder than ours does; asked half as often as there, it
 drafted as well in vLLM."""

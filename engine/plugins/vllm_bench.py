@@ -21,6 +21,7 @@ import typer
 from parlay.engine.demo.prompts import chat_prompts
 from parlay.engine.demo.stats import ADAPTIVE, NONE
 from parlay.engine.plugins.vllm import register
+from parlay.policies import DEFAULT_POLICY
 from parlay.policies.files import write_json
 
 LENGTHS = (2, 4, 8)
@@ -48,7 +49,7 @@ def bench_vllm(
     tokens: Annotated[int, typer.Option(help="decoded a prompt")] = 64,
     concurrency: Annotated[str, typer.Option(help="requests at once")] = "1,4,16",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
-    policy: Annotated[str, typer.Option(help="what decides")] = "goodput",
+    policy: Annotated[str, typer.Option(help="what decides")] = DEFAULT_POLICY,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Compare steered vLLM with vLLM's n-gram at fixed lengths and with none, greedily."""

@@ -105,11 +105,11 @@ def test_a_request_whose_tokens_come_one_by_one_counts_more() -> None:
     policy._keep(view.request_id)
     assert policy._need().tolist() == [1.0, 1.0], "nothing is known of them"
     policy._pace_ms[:] = [1.0, 3.0]
-    assert policy._need() == pytest.approx([0.5**0.75, 1.5**0.75])
+    assert policy._need() == pytest.approx([0.5**0.375, 1.5**0.375])
     policy._pace_ms[:] = [1.0, np.nan]
     assert policy._need().tolist() == [1.0, 1.0]
     policy._pace_ms[:] = [1.0, 999.0]
-    assert policy._need().min() == pytest.approx(0.2**0.75)
+    assert policy._need().min() == pytest.approx(0.2**0.375)
 
 
 def test_the_guard_is_around_it_unless_it_is_off() -> None:
