@@ -25,7 +25,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     environ = {"PARLAY_TENANT": "env", "PARLAY_MODEL": "env", "PARLAY_DATA": "/x"}
     found = load({"tenant": "flag", "model": None}, file, environ)
     assert (found.tenant, found.model, found.http) == ("flag", "env", "file:1")
-    assert (found.log_sample, found.policy) == (0.1, "goodput")
+    assert (found.log_sample, found.policy) == (0.1, "pilot")
 
 
 def test_an_empty_variable_says_nothing() -> None:

@@ -86,7 +86,7 @@ def test_every_configuration_is_one_that_is_understood(tmp_path: Path) -> None:
     assert load({}, DEPLOY / "parlay.toml", {}).admin_tokens is not None
     mounted = tmp_path / "parlay.toml"
     mounted.write_text(manifests()["ConfigMap"]["data"]["parlay.toml"])
-    assert load({}, mounted, {}).policy == "goodput"
+    assert load({}, mounted, {}).policy == "pilot"
 
 
 def test_the_engine_finds_its_sidecar_on_a_volume_that_both_mount(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_vllm_that_would_be_steered(vllm: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PARLAY", "1")
     found = look("vllm")
     assert [one.verdict for one in found.values()].count(OK) == 5
-    assert found["policy"].text == "goodput decides, in the engine's process"
+    assert found["policy"].text == "pilot decides, in the engine's process"
     assert found["plugin"].text == "PARLAY=1: every engine started from here is steered"
     assert found["ngram"].text == (
         "our n-gram, up to 5 tokens, a k for each request, synchronous scheduling"

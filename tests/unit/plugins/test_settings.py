@@ -37,7 +37,7 @@ def test_nothing_said_is_a_policy_in_this_process() -> None:
     sparing = sparing_planner(read_settings(environ={}), "x", LIMITS)
     assert isinstance(sparing, SparingPlanner)
     assert (sparing.share, sparing.most_steps) == (0.01, 8)
-    assert planner.policy.name == "goodput"
+    assert planner.policy.name == "pilot"
 
 
 @pytest.mark.parametrize("text", ["k", "=3", "k=1 deep"])

@@ -336,7 +336,7 @@ def test_says_in_one_line_what_it_does_and_what_it_did(caplog: pytest.LogCapture
     first, last = (r.getMessage() for r in caplog.records)
     assert first == (
         "parlay steers this engine: draft_model or our n-gram, up to 4 tokens, a k for each"
-        " request, synchronous scheduling, decided by goodput"
+        " request, synchronous scheduling, decided by pilot"
     )
     assert last.startswith("parlay: {'steps': 0")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -100,3 +102,21 @@ def test_traffic_mixes_tasks_matches_and_lags_and_goes_on() -> None:
     assert drafted[Proposer.DRAFT_MODEL] > 0
     assert prompts > 0
     assert shadows > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pilot", "linucb"])
+def test_a_hundred_thousand_steps_leave_nothing_behind(name: str) -> None:
+    policy, history = make_policy(name, None, LIMITS), History(4)
+    held = []
+    for steps in (20_000, 80_000):
+        for _ in range(steps):
+            plan = policy.decide(history.view())
+            policy.observe(history.step(plan))
+        gc.collect()
+        size = sum(np.asarray(value).nbytes for value in policy.state().values())
+        held.append((sys.getallocatedblocks(), size))
+    (blocks, size), (more_blocks, more_size) = held
+    # A table grows by the requests of its last few hundred steps, as many at one time as another.
+    assert more_size < 1.2 * size
+    assert more_blocks < blocks + 500
