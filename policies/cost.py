@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from parlay.policies.cost_curve import EDGES, Curve
-from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, PROPOSERS, Array, StepOutcome
 
 TOKENS_UNIT = 32.0
 KV_UNIT = 4096.0
@@ -125,6 +125,8 @@ class StepTime:
         self.overhead = Line((0.04, 0.02), (0.05, 0.03))
         # Against a verified token: a pass of the draft model, a token in it, a token caught up.
         self.draft = Line((0.06, 0.003, 0.002), (0.06, 0.003, 0.002))
+        # A pass of Medusa's heads, once a step however many tokens they draft, and such a token.
+        self.heads = Line((0.05, 0.001), (0.05, 0.001))
         self.ngram_token_ms = 0.0
         self.curve = Curve()
         # Without drafts and with them: the sum of steps' surprises, and their number, discounted.
@@ -146,6 +148,8 @@ class StepTime:
             self.overhead.add(x, max(rest, 1e-3 * outcome.verify_ms))
         if outcome.draft_depth > 0 and drafted > 0:
             self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))
+        if (by_heads := _drafted_by(outcome, MEDUSA)) > 0:
+            self.heads.add(np.array((1.0, by_heads)), float(outcome.draft_ms[MEDUSA]))
         looked_up = _drafted_by(outcome, NGRAM)
         spent = float(outcome.draft_ms[NGRAM])
         if looked_up > 0 and 0.0 <= spent < np.inf:
@@ -167,6 +171,9 @@ class StepTime:
         if outcome.draft_depth > 0:
             each_ms = self.draft.weights(self._scale()).tolist()
             expected_ms += sum(n * ms for n, ms in zip(passes, each_ms, strict=True))
+        if (by_heads := _drafted_by(outcome, MEDUSA)) > 0:
+            a_pass, a_token = self.heads.weights(self._scale()).tolist()
+            expected_ms += a_pass + by_heads * a_token
         surprise = math.log(outcome.step_ms / expected_ms)
         surprise = min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
         kind = int(np.count_nonzero(outcome.drafted_k) > 0)
@@ -238,7 +245,12 @@ class StepTime:
         token_ms = np.zeros(PROPOSERS)
         token_ms[NGRAM] = self.ngram_token_ms
         token_ms[DRAFT_MODEL] = a_token
+        token_ms[MEDUSA] = self.heads.weights(self._scale())[1]
         return a_pass, token_ms, catch_up
+
+    def heads_ms(self) -> float:
+        """Return what a pass of Medusa's heads takes, whatever it drafts."""
+        return float(self.heads.weights(self._scale())[0])
 
     def _scale(self) -> float:
         return self.curve.unit_ms
@@ -249,6 +261,7 @@ class StepTime:
             "verify": self.verify.state(),
             "overhead": self.overhead.state(),
             "draft": self.draft.state(),
+            "heads": self.heads.state(),
             "ngram_token_ms": np.asarray(self.ngram_token_ms),
             "surprise": np.array(self._surprise),
             **self.curve.state(),
@@ -263,6 +276,7 @@ class StepTime:
             ("verify", self.verify),
             ("overhead", self.overhead),
             ("draft", self.draft),
+            ("heads", self.heads),
         ):
             line.load(state[name])
         self.ngram_token_ms = float(state["ngram_token_ms"])

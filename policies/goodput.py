@@ -153,6 +153,7 @@ class Goodput:
             token_ms + block_price_ms,
             behind(view.draft_kv_lag) * (catch_up / DWELL_STEPS),
             self.step_time.pad_ms(),
+            self.step_time.heads_ms(),
         )
 
     def _doubt(self, outcome: StepOutcome) -> Array | None:

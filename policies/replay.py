@@ -17,7 +17,7 @@ from parlay.policies.cost import StepTime
 from parlay.policies.estimators import Choices, Rows
 from parlay.policies.log_schema import LoggedStep, planned
 from parlay.policies.policy import Policy
-from parlay.policies.types import DRAFT_MODEL, NGRAM, NONE, Array, BatchView
+from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, Array, BatchView
 
 StepMs = Callable[[BatchView, Array, Array], float]
 """Modelled ms of a step from the view, each row's proposer, and the tokens it drafts."""
@@ -91,6 +91,8 @@ def learned_cost(steps: Iterable[LoggedStep]) -> StepMs:
         a_pass, token_ms, catch_up = step_time.draft_ms()
         drafts = (proposer == DRAFT_MODEL) & (drafted > 0)
         ms += a_pass * int(drafted[drafts].max(initial=0)) + float(token_ms[proposer] @ drafted)
+        if ((proposer == MEDUSA) & (drafted > 0)).any():
+            ms += step_time.heads_ms()
         return ms + catch_up * float(view.draft_kv_lag[drafts].sum())
 
     return cost

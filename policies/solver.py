@@ -47,6 +47,7 @@ class StepCosts:
     the batch. token_ms f64 [PROPOSERS]: each drafted token on top. switch_ms f64 [rows]: what
     letting the draft model draft a row costs at once (KV to catch up), spread over DWELL_STEPS.
     pad_ms: each token by which a row is shorter than the longest, where rows are padded to it.
+    heads_ms: one pass of Medusa's heads, where any row drafts by them.
     """
 
     verify_ms: Array
@@ -54,6 +55,7 @@ class StepCosts:
     token_ms: Array
     switch_ms: Array
     pad_ms: float = 0.0
+    heads_ms: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,9 +111,18 @@ def best_plan(
     if len(survival) == 1:
         return _best_for_one(survival[0], costs, emits)
     batch = _batch(survival, costs, emits)
+    best = _best_of_any_cap(batch, ms_per_token)
+    if batch.heads and costs.heads_ms > 0.0:
+        # Their pass is paid once for all rows: whether it is worth it no row can tell.
+        found = _best_of_any_cap(_headless(batch), best.ms_per_token)
+        best = min(best, found, key=lambda plan: plan.ms_per_token)
+    return best
+
+
+def _best_of_any_cap(batch: _Batch, ms_per_token: float | None) -> Allocation:
     best = _best_of_any_depth(batch, ms_per_token)
     cap = int(best.k.max(initial=0)) // 2
-    while costs.pad_ms > 0.0 and cap > 0:
+    while batch.costs.pad_ms > 0.0 and cap > 0:
         found = _best_of_any_depth(
             replace(batch, survival=batch.survival[:, :cap]), best.ms_per_token
         )
@@ -130,7 +141,16 @@ def best_plan_at(
     differ; `best_plan` is best for a step that repeats for ever.
     """
     batch = _batch(survival, costs, emits)
-    best = no_speculation(len(survival), emits, costs)
+    best = _best_of_any_price(batch, token_value_ms)
+    if batch.heads and costs.heads_ms > 0.0:
+        found = _best_of_any_price(_headless(batch), token_value_ms)
+        best = max(best, found, key=lambda plan: _worth(plan, token_value_ms))
+    return best
+
+
+def _best_of_any_price(batch: _Batch, token_value_ms: float) -> Allocation:
+    costs = batch.costs
+    best = no_speculation(batch.rows, batch.emits, costs)
     price = _first_price(costs.verify_ms, batch.rows)
     for _ in range(_ROUNDS):
         found = _best_at(batch, token_value_ms, price)
@@ -178,6 +198,13 @@ def _batch(survival: Array, costs: StepCosts, emits: float) -> _Batch:
     return _Batch(survival, totals, costs.switch_ms <= 0.0, heads, costs, emits)
 
 
+def _headless(batch: _Batch) -> _Batch:
+    """Return the batch as if Medusa were not there."""
+    survival = batch.survival.copy()
+    survival[MEDUSA] = 0.0
+    return replace(batch, survival=survival, heads=False)
+
+
 def _best_for_one(survival: Array, costs: StepCosts, emits: float) -> Allocation:
     """Return the best plan of one row, survival [PROPOSERS, K], where all are soon compared."""
     survival = survival[:, : len(costs.verify_ms) - 1]
@@ -186,6 +213,7 @@ def _best_for_one(survival: Array, costs: StepCosts, emits: float) -> Allocation
     ms = costs.token_ms[:, None] * depth
     ms += costs.verify_ms[1 : len(depth) + 1] + costs.pad_ms * (emits - 1.0) * depth
     ms[DRAFT_MODEL] += costs.pass_ms * depth + costs.switch_ms
+    ms[MEDUSA] += costs.heads_ms
     per_token = ms / tokens
     best = int(per_token.argmin()) if per_token.size else 0
     if not per_token.size or per_token.flat[best] >= costs.verify_ms[0] / emits:
@@ -326,6 +354,8 @@ def _priced(batch: _Batch, proposer: Array, k: Array, price: float) -> Allocatio
     tokens, ms = batch.totals[:, proposer, k, np.arange(len(k))].sum(axis=1).tolist()
     depth = int((k * (proposer == DRAFT_MODEL)).max(initial=0))
     ms += float(costs.verify_ms[budget]) + depth * costs.pass_ms
+    if costs.heads_ms > 0.0 and ((proposer == MEDUSA) & (k > 0)).any():
+        ms += costs.heads_ms
     if costs.pad_ms > 0.0:
         ms += costs.pad_ms * (batch.emits * int(k.max(initial=0)) - budget)
     return Allocation(proposer, k, depth, batch.emits + tokens, ms, price)

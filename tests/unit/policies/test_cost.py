@@ -10,7 +10,15 @@ from tests.unit.policies.synthetic import Machine
 
 from parlay.policies.cost import KV_UNIT, TOKENS_UNIT, Line, StepTime, _median
 from parlay.policies.cost_curve import EDGES, Curve
-from parlay.policies.types import DRAFT_MODEL, NGRAM, PROPOSERS, Array, StepOutcome, no_shadows
+from parlay.policies.types import (
+    DRAFT_MODEL,
+    MEDUSA,
+    NGRAM,
+    PROPOSERS,
+    Array,
+    StepOutcome,
+    no_shadows,
+)
 
 
 def outcome_of(
@@ -87,6 +95,21 @@ def test_draft_passes_are_told_from_tokens() -> None:
     assert token_ms[DRAFT_MODEL] == pytest.approx(0.0012 * machine.one_token_ms, rel=0.4)
     assert catch_up > 0
     assert token_ms[NGRAM] >= 0
+
+
+def test_a_pass_of_the_heads_is_told_from_their_tokens() -> None:
+    model, rng = StepTime(), np.random.default_rng(0)
+    for _ in range(60):
+        drafted = int(rng.integers(1, 5))
+        step = outcome_of(1 + drafted, 100, 5.0, (0, drafted, 0.0))
+        step.proposer[:] = MEDUSA
+        step.draft_ms[MEDUSA] = 0.7 + 0.02 * drafted
+        step.step_ms += float(step.draft_ms[MEDUSA])
+        model.observe(step, 0.0)
+    _, token_ms, _ = model.draft_ms()
+    assert model.heads_ms() == pytest.approx(0.7, rel=0.1)
+    assert model.heads_ms() + 4 * token_ms[MEDUSA] == pytest.approx(0.78, rel=0.05)
+    assert model.markup() == pytest.approx(1.0, abs=0.02), "drafting took what it was said to"
 
 
 def test_spikes_move_nothing_for_long() -> None:

@@ -44,6 +44,7 @@ def brute_force(survival: Array, costs: StepCosts, proposers: list[int]) -> floa
         drafts = [(row, k) for row, (p, k) in enumerate(plan) if p == DRAFT_MODEL]
         ms = costs.verify_ms[total] + costs.pass_ms * max((k for _, k in drafts), default=0)
         ms += sum(costs.token_ms[p] * k for p, k in plan)
+        ms += costs.heads_ms * any(p == MEDUSA for p, _ in plan)
         ms += sum(costs.switch_ms[row] for row, _ in drafts)
         best = min(best, ms / tokens)
     return float(best)
@@ -186,6 +187,23 @@ def test_a_shared_draft_pass_is_not_started_for_one_row() -> None:
     assert best_plan(survival, costs, 8.0).depth == 0
     survival[:, DRAFT_MODEL] = survival[0, DRAFT_MODEL]
     assert best_plan(survival, costs, 8.0).depth > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pass_of_the_heads_is_paid_once_or_not_at_all(rows: int) -> None:
+    gaps, by_heads = [], 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        survival = random_survival(rng, rows, 3, [NGRAM, MEDUSA])
+        costs = random_costs(rng, rows, 3 * rows, staircase=False)
+        costs = dataclasses.replace(costs, heads_ms=float(rng.uniform(0.0, 4.0)))
+        found = best_plan(survival, costs, float(rows))
+        by_heads += bool((found.proposer == MEDUSA).any())
+        gaps.append(found.ms_per_token / brute_force(survival, costs, [NGRAM, MEDUSA]) - 1.0)
+    assert min(gaps) > -1e-9
+    assert np.mean(gaps) < 0.005
+    assert max(gaps) < 0.05
+    assert 20 < by_heads < 80, "some pay, some do not"
 
 
 def test_where_rows_are_padded_one_row_goes_less_deep_ahead_of_the_others() -> None:
