@@ -59,7 +59,13 @@ class Rows:
         return np.asarray([self._row.get(r, -1) for r in request_id.tolist()], np.intp)
 
     def _look_up(self, request_id: Array, task: Array, output_tokens: Array | None) -> Array:
-        found = self.known(request_id)
+        if self._asked is not None and len(request_id) == len(self._found):
+            # Most requests stand where they stood.
+            before = np.frombuffer(self._asked, request_id.dtype)
+            found, moved = self._found.copy(), (request_id != before).nonzero()[0]
+            found[moved] = self.known(request_id[moved])
+        else:
+            found = self.known(request_id)
         for place in np.flatnonzero(found < 0).tolist():
             start = 0 if output_tokens is None else int(output_tokens[place])
             found[place] = self._add(int(request_id[place]), int(task[place]), start)

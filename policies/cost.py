@@ -209,8 +209,10 @@ class StepTime:
         line += self.curve.unit_ms * self.curve.kv * kv_tokens / KV_UNIT
         host, host_token = self.overhead.weights(self._scale()).tolist()
         line += host_token / TOKENS_UNIT * tokens + host
-        rising: Array = np.maximum.accumulate(np.maximum(line, 1e-6))
-        return rising
+        line = np.maximum(line, 1e-6)
+        if (line[1:] < line[:-1]).any():
+            np.maximum.accumulate(line, out=line)
+        return line
 
     def _alone_ms(self, tokens: Array) -> Array:
         """Return what tokens take without KV: by the curve, beyond all that was seen by the line

@@ -28,6 +28,7 @@ from parlay.policies.solver import (
 from parlay.policies.types import (
     DRAFT_MODEL,
     K_LIMIT,
+    MEDUSA,
     NGRAM,
     NO_BUDGET,
     PROPOSERS,
@@ -73,7 +74,8 @@ class Goodput:
 
     def __init__(self, settings: GoodputSettings, limits: EngineLimits) -> None:
         self.limits = limits
-        self.acceptance = Acceptance(max(1, min(settings.k_max, limits.k_max)))
+        k_max = max(1, min(settings.k_max, limits.k_max))
+        self.acceptance = Acceptance(k_max, limits.has(MEDUSA))
         self.calibration = Calibration()
         self.step_time = StepTime()
         self.explorer = Explorer(limits)

@@ -83,8 +83,11 @@ def usable(view: BatchView, survival: Array) -> Array:
     """Return survival f64 with zeros wherever a row may not draft in this step."""
     allowed = (view.proposer_mask >> _COLUMNS) & 1
     limit = allowed * np.where(view.prefill_tokens > 0, 0, view.max_k)
-    reach = _DEPTHS[: survival.shape[2], None] < limit[:, None]
-    return np.where(reach, survival.transpose(1, 2, 0), 0.0).astype(float).transpose(2, 0, 1)
+    end = PROPOSERS if allowed[MEDUSA].any() else MEDUSA
+    reach = _DEPTHS[: survival.shape[2], None] < limit[NGRAM:end, None]
+    found = np.zeros(survival.shape[1:] + survival.shape[:1])
+    np.multiply(survival.transpose(1, 2, 0)[NGRAM:end], reach, out=found[NGRAM:end])
+    return found.transpose(2, 0, 1)
 
 
 def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:
@@ -170,9 +173,9 @@ def _worth(plan: Allocation, token_value_ms: float) -> float:
 class _Batch:
     """What is planned for, places before rows: numpy is fastest where the long axis is the last.
 
-    survival f64 [PROPOSERS, K, rows]; totals f64 [2, PROPOSERS, K + 1, rows]: tokens expected of a
-    row's first k drafts, and the time of drafting them, passes aside; current bool [rows]: nothing
-    to catch up; heads: Medusa is there; emits: tokens without drafts.
+    survival f64 [PROPOSERS, K, rows], Medusa's left out unless heads: it is there; totals f64
+    [PROPOSERS, K + 1, rows]: tokens expected of a row's first k drafts; current bool [rows]:
+    nothing to catch up; emits: tokens without drafts.
     """
 
     survival: Array
@@ -189,13 +192,12 @@ class _Batch:
 
 def _batch(survival: Array, costs: StepCosts, emits: float) -> _Batch:
     survival = np.ascontiguousarray(survival.transpose(1, 2, 0))
-    _, k_max, rows = survival.shape
-    totals = np.empty((2, PROPOSERS, k_max + 1, rows))
-    np.matmul(_UP_TO[: k_max + 1, :k_max], survival, out=totals[0])
-    totals[1] = (costs.token_ms[:, None] * _DEPTHS[: k_max + 1])[:, :, None]
-    totals[1, DRAFT_MODEL, 1:] += costs.switch_ms
     heads = bool(survival[MEDUSA].any())
-    return _Batch(survival, totals, costs.switch_ms <= 0.0, heads, costs, emits)
+    _, k_max, rows = survival.shape
+    there = slice(NGRAM, PROPOSERS if heads else MEDUSA)
+    totals = np.zeros((PROPOSERS, k_max + 1, rows))
+    np.matmul(_UP_TO[: k_max + 1, :k_max], survival[there], out=totals[there])
+    return _Batch(survival[: there.stop], totals, costs.switch_ms <= 0.0, heads, costs, emits)
 
 
 def _headless(batch: _Batch) -> _Batch:
@@ -278,13 +280,13 @@ def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
     costs, survival = batch.costs, batch.survival
     depths = survival.shape[1] + 1
     gain = value * survival
-    gain -= costs.token_ms[:, None, None]
-    worth = gain - price
+    gain -= costs.token_ms[: len(gain), None, None]
+    worth = gain[NGRAM:] - price
     np.maximum(worth, 0.0, out=worth)
     flat, flat_gain, flat_worth = _best_flat(gain, worth, batch.heads)
-    draft_worth = _UP_TO[:depths, : depths - 1] @ worth[DRAFT_MODEL] - costs.switch_ms
-    nothing_else = (survival[flat, 0, np.arange(batch.rows)] <= 0.0) & batch.current
-    use = (flat_worth < draft_worth) | nothing_else
+    draft_worth = _UP_TO[:depths, : depths - 1] @ worth[DRAFT_MODEL - NGRAM] - costs.switch_ms
+    first = survival[flat, 0, np.arange(batch.rows)] if batch.heads else survival[NGRAM, 0]
+    use = (flat_worth < draft_worth) | ((first <= 0.0) & batch.current)
     # No budget does better than all tokens that are worth more than a price, each at that price.
     bound = np.maximum(flat_worth, draft_worth).sum(axis=1) - _DEPTHS[:depths] * costs.pass_ms
     bound += (price * np.arange(len(costs.verify_ms)) - costs.verify_ms).max()
@@ -293,7 +295,7 @@ def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
         if bound[depth] < best[0] - _ROUNDING * costs.verify_ms[-1]:
             break
         net = np.where(use[depth], gain[DRAFT_MODEL], flat_gain)
-        net[depth:, use[depth]] = _BARRED
+        np.copyto(net[depth:], _BARRED, where=use[depth])
         ranked, budget, score = _best_budget(net, costs.verify_ms)
         score -= depth * costs.pass_ms + float(use[depth] @ costs.switch_ms)
         if (score, -depth) > best:
@@ -307,11 +309,14 @@ def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
 
 
 def _best_flat(gain: Array, worth: Array, heads: bool) -> tuple[Array, Array, Array]:
-    """Return each row's better of the proposers that need no passes, gains and their worth."""
-    lookup = worth[NGRAM].sum(axis=0)
+    """Return each row's better of the proposers that need no passes, gains and their worth.
+
+    worth [PROPOSERS - 1, K, rows]: from the n-gram on.
+    """
+    lookup = worth[0].sum(axis=0)
     if not heads:
         return np.asarray(NGRAM), gain[NGRAM], lookup
-    by_heads = (medusa := worth[MEDUSA].sum(axis=0)) > lookup
+    by_heads = (medusa := worth[MEDUSA - NGRAM].sum(axis=0)) > lookup
     flat_gain = np.where(by_heads, gain[MEDUSA], gain[NGRAM])
     return np.where(by_heads, MEDUSA, NGRAM), flat_gain, np.maximum(lookup, medusa)
 
@@ -351,8 +356,12 @@ def priced(
 
 def _priced(batch: _Batch, proposer: Array, k: Array, price: float) -> Allocation:
     costs, budget = batch.costs, int(k.sum())
-    tokens, ms = batch.totals[:, proposer, k, np.arange(len(k))].sum(axis=1).tolist()
-    depth = int((k * (proposer == DRAFT_MODEL)).max(initial=0))
+    drafts = (proposer == DRAFT_MODEL) & (k > 0)
+    each = np.empty((len(k), 2))
+    each[:, 0] = batch.totals[proposer, k, np.arange(len(k))]
+    each[:, 1] = costs.token_ms[proposer] * k + drafts * costs.switch_ms
+    tokens, ms = each.sum(axis=0).tolist()
+    depth = int((k * drafts).max(initial=0))
     ms += float(costs.verify_ms[budget]) + depth * costs.pass_ms
     if costs.heads_ms > 0.0 and ((proposer == MEDUSA) & (k > 0)).any():
         ms += costs.heads_ms

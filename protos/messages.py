@@ -107,7 +107,7 @@ def _write_survival(message: raw.Survival, survival: Array) -> None:
     there = np.flatnonzero(survival.any(axis=(0, 2))).tolist()
     message.k_columns = survival.shape[2]
     message.proposer_mask = sum(1 << proposer for proposer in there)
-    message.values = c.write(survival[:, there], c.SURVIVAL)
+    message.values = c.write(survival[:, _together(there)], c.SURVIVAL)
 
 
 def read_view(message: Any, read: c.Read) -> BatchView:
@@ -196,9 +196,15 @@ def _read_survival(message: Any, read: c.Read, rows: int) -> Array | None:
     survival = np.zeros((rows, PROPOSERS, depth), np.float32)
     values = c.read_column(read, part, c.SURVIVAL, rows * len(there) * depth)
     values = values.reshape(rows, len(there), depth)
-    for place, proposer in enumerate(there):
-        survival[:, proposer] = values[:, place]
+    survival[:, _together(there)] = values
     return survival
+
+
+def _together(proposers: list[int]) -> slice | list[int]:
+    """Return numbers that rise as a slice where they follow each other: it copies faster."""
+    if proposers and proposers[-1] - proposers[0] == len(proposers) - 1:
+        return slice(proposers[0], proposers[-1] + 1)
+    return proposers
 
 
 def _read_match(message: Any, read: c.Read, rows: int) -> tuple[Array | None, Array | None]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parlay.policies.acceptance import CHANNELS, Acceptance
+from parlay.policies.acceptance_rows import Rows
 from parlay.policies.evidence import Draft, Drafts, draft_of, drafts_of
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -324,3 +325,35 @@ def test_a_step_of_one_row_shows_what_it_shows_among_others(
     assert shown == [
         [] if one is None else [v] for v in dataclasses.astuple(one or Draft(*[0] * 6))
     ]
+
+
+def test_rows_are_the_same_whoever_came_left_or_moved_in_between() -> None:
+    rng, table, known = np.random.default_rng(5), Rows(), dict[int, int]()
+    ids = np.arange(1, 9, dtype=np.uint64)
+    for _ in range(60):
+        kind = rng.integers(0, 4)
+        if kind == 0:
+            ids = rng.permutation(ids)
+        elif kind == 1:
+            ids[rng.integers(0, len(ids))] = ids.max() + np.uint64(1)
+        elif kind == 2 and len(ids) > 4:
+            ids = np.delete(ids, 0)
+        else:
+            ids = np.append(ids, ids.max() + np.uint64(1))
+        asked = ids.copy()
+        rows = table.of(asked, np.zeros(len(ids), np.uint32), np.ones(len(ids), np.int32)).tolist()
+        asked[:] = 0  # whoever asks may use the array again
+        for request, row in zip(ids.tolist(), rows, strict=True):
+            assert known.setdefault(request, row) == row
+        assert len(set(rows)) == len(rows)
+
+
+def test_an_engine_without_medusa_is_told_nothing_of_it() -> None:
+    frailty, match = np.ones((3, PROPOSERS)), np.array([0, 2, 9])
+    every, none = (Acceptance(6, heads).survival(frailty, match) for heads in (True, False))
+    assert every[:, MEDUSA].all()
+    assert not none[:, MEDUSA].any()
+    np.testing.assert_array_equal(every[:, :MEDUSA], none[:, :MEDUSA])
+    loaded = Acceptance(6, False)
+    loaded.load(Acceptance(6).state())
+    assert not loaded.survival(frailty, match)[:, MEDUSA].any()
