@@ -101,7 +101,7 @@ class Host:
         elif stream:
             # A view whose step id came damaged must not silence every stream that follows.
             session.last_view = -1
-        session.stream = stream or session.stream
+        session.stream, session.ended = stream or session.stream, False
         session.counts.hellos += 1
         last = session.last_outcome if session.last_outcome >= 0 else None
         return session, Welcome(session.spec.name, resumed, last)
@@ -221,7 +221,7 @@ class Host:
         """Note that a stream has ended; what was learned stays."""
         self._settle_before(session)
         if session.stream == stream:
-            session.stream = 0
+            session.stream, session.ended = 0, True
 
     def _planned(self, session: Session, view: BatchView) -> Plan:
         if session.trials:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from parlay.controller.session import Session
 
 MOST_ENGINES = 256
+PROBE = "parlay-doctor"
+"""Who asks for a plan by this name is no engine, and is not shown as one."""
 MOST_WAITING = 1024
 """Steps put aside before they are added up whether or not the timer has come round."""
 KEPT_PLANS = 64
@@ -89,6 +91,8 @@ class Observatory:
 
     def decided(self, session: Session, view: BatchView, plan: Plan, took_s: float = 0.0) -> None:
         """Put a decision aside, which took `took_s` to make."""
+        if session.engine_id == PROBE:
+            return
         policy = session.policy
         gain = getattr(getattr(policy, "policy", policy), "expected_gain", np.nan)
         self._decided.append((session, view, plan, took_s, gain, self.clock()))
@@ -97,6 +101,8 @@ class Observatory:
 
     def observed(self, session: Session, outcome: StepOutcome) -> None:
         """Put an outcome aside."""
+        if session.engine_id == PROBE:
+            return
         self._observed.append((session, outcome, self.clock()))
         if len(self._observed) >= MOST_WAITING:
             self.fold()

@@ -24,7 +24,7 @@ from parlay.controller.tally import (
     calibration_error,
 )
 from parlay.controller.wording import plain
-from parlay.policies.explain import BECAUSE, BY_GUARD, by_guard, name_of
+from parlay.policies.explain import BECAUSE, because, by_guard, name_of
 from parlay.policies.types import PROPOSERS, Array, PlanSource, Reason, task_id
 
 SILENT_S = 10.0
@@ -55,7 +55,11 @@ def overview(observatory: Observatory, engine: str | None = None) -> dict[str, A
     if engine is not None and engine not in engines:
         raise Unknown(f"no engine '{engine}' was heard; known: {', '.join(engines) or 'none'}")
     chosen = {e: seen for e, seen in engines.items() if engine in (None, e)}
-    live = {e: seen for e, seen in chosen.items() if now_s - seen.heard_s <= SILENT_S}
+    live = {
+        e: seen
+        for e, seen in chosen.items()
+        if now_s - seen.heard_s <= SILENT_S and not seen.session.ended
+    }
     recent = Tally()
     for seen in live.values():
         recent.add(seen.recent)
@@ -85,6 +89,7 @@ def engine_figures(engine: str, seen: EngineSeen, now_s: float) -> dict[str, Any
         "engine": engine,
         "policy": session.policy.name,
         "connected": session.stream > 0,
+        "ended": session.ended,
         "heard_ago_s": now_s - seen.heard_s,
         "running": view.running if view else 0,
         "waiting": view.waiting if view else 0,
@@ -230,7 +235,10 @@ def decision_figures(engine: str, decision: Decision, place: int, guards: bool) 
         drafted = float(plan.survival[place, proposer, :k].sum())
     cost_ms = k * (plan.marginal_token_price_ms + float(plan.draft_token_price_ms[proposer]))
     reason = int(plan.reason[place])
-    why = BECAUSE[Reason(reason)] if reason in BECAUSE else ""
+    why = ""
+    if reason in BECAUSE:
+        max_k = int(view.max_k[place]) if place < len(view) else k
+        why = because(Reason(reason), prompt, max_k, guards)
     return {
         "engine": engine,
         "step": plan.step_id,
@@ -241,7 +249,7 @@ def decision_figures(engine: str, decision: Decision, place: int, guards: bool) 
         "tokens": 1.0 + drafted,
         "worth_ms": drafted * plan.token_value_ms if k else math.nan,
         "cost_ms": cost_ms if k else math.nan,
-        "why": "its prompt is being computed" if prompt else (BY_GUARD if guards else why),
+        "why": why,
     }
 
 

@@ -49,7 +49,8 @@ class Session:
 
     trials: candidates beside the policy, empty most of the time; kept: policies that were active
     before, as they were left; plans_before: plans that were not made by `policy`; put_off: an
-    outcome that is to be read and learned from once its engine has its plan.
+    outcome that is to be read and learned from once its engine has its plan; ended: its stream has,
+    and no other has come.
     """
 
     policy: Policy
@@ -67,6 +68,7 @@ class Session:
     plans_before: int = 0
     state_version: int = 0
     put_off: StepOutcome | Unread | None = None
+    ended: bool = False
 
     def restart(self, run_id: int) -> None:
         """Begin a new run of step ids; what was learned stays."""

@@ -43,6 +43,9 @@ BECAUSE = {
 }
 """Each reason in words, to follow "because"."""
 BY_GUARD = "the guard has nobody draft in this step"
+PROMPT = "its prompt is being computed"
+NOTHING_LEFT = "it has no token left to draft"
+"""The engine allows it none: the next token is its last, or speculation is off for it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +65,8 @@ class Option:
 class Explanation:
     """One row of a plan, and what else it could have been.
 
-    survival: by proposer, P(first j drafts hold) for j = 1, 2, ... as far as the row may draft.
+    survival: by proposer, P(first j drafts hold) for j = 1, 2, ... as far as the row may draft,
+    empty where it may not.
     options: no drafts, each proposer at its best k, and the chosen one with its neighbours; empty
     where the policy has no estimates. runner_up: the best with another proposer. prices in ms: what
     an emitted token is worth, what verifying one more costs, and drafting one, by proposer; nan
@@ -106,11 +110,7 @@ class Explanation:
     @property
     def because(self) -> str:
         """Return why, in words."""
-        if self.prefill_tokens:
-            return "its prompt is being computed"
-        if self.by_guard:
-            return BY_GUARD
-        return BECAUSE[self.reason]
+        return because(self.reason, self.prefill_tokens > 0, self.max_k, self.by_guard)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values; None stands for nan."""
@@ -118,6 +118,18 @@ class Explanation:
         plain |= {"choice": self.choice, "because": self.because}
         found: dict[str, Any] = _finite(plain)
         return found
+
+
+def because(reason: Reason, prompt: bool, max_k: int, guards: bool) -> str:
+    """Return why a row does what it does: what leaves no choice comes before what was chosen.
+
+    prompt: its prompt is being computed; max_k: what the engine allows; guards: see `by_guard`.
+    """
+    if prompt:
+        return PROMPT
+    if not max_k:
+        return NOTHING_LEFT
+    return BY_GUARD if guards else BECAUSE[reason]
 
 
 def words(proposer: str, k: int) -> str:
@@ -222,7 +234,7 @@ def _survival(core: Goodput | None, view: BatchView, plan: Plan) -> Array | None
 def _by_proposer(
     view: BatchView, survival: Array | None, row: int, limit: int
 ) -> dict[str, list[float]]:
-    if survival is None:
+    if survival is None or not limit:
         return {}
     allowed = [p for p in range(1, PROPOSERS) if view.proposer_mask[row] >> p & 1]
     return {name_of(p): [float(s) for s in survival[row, p, :limit]] for p in allowed}

@@ -12,10 +12,10 @@ from tests.watching import TAGS, Clock, run_steps
 
 from parlay.controller.figures import figures
 from parlay.controller.host import Host
-from parlay.controller.observatory import Observatory, Unknown
+from parlay.controller.observatory import PROBE, Observatory, Unknown
 from parlay.controller.overview import SILENT_S, overview, task_name
 from parlay.controller.wording import gain, number, plain, share
-from parlay.policies.explain import BY_GUARD
+from parlay.policies.explain import BY_GUARD, NOTHING_LEFT
 from parlay.policies.types import task_id
 
 
@@ -60,6 +60,38 @@ def test_a_step_that_the_guard_took_is_said_to_be_the_guards() -> None:
     host, observatory, clock = watched("fixed")
     run_steps(host, "e", 3, clock=clock)
     assert BY_GUARD not in {row["why"] for row in overview(observatory)["decisions"]}
+
+
+def test_a_request_with_nothing_left_to_draft_is_not_said_to_lose_by_it() -> None:
+    host, observatory, clock = watched()
+    session, seen = run_steps(host, "e", 20, clock=clock)
+    view, plan, _ = seen[-1]
+    view, plan = copy.copy(view), copy.copy(plan)
+    view.max_k, plan.k = np.zeros_like(view.max_k), np.zeros_like(plan.k)
+    observatory.decided(session, view, plan)
+    assert {row["why"] for row in overview(observatory)["decisions"]} == {NOTHING_LEFT}
+
+
+def test_an_engine_that_has_left_counts_in_no_sum_until_it_is_back() -> None:
+    host, observatory, clock = watched()
+    session, _ = run_steps(host, "one", 20, clock=clock)
+    run_steps(host, "two", 20, clock=clock)
+    assert overview(observatory)["totals"]["engines"] == 2
+    host.leave(session, session.stream)
+    found = overview(observatory)
+    assert found["totals"]["engines"] == 1
+    assert [row["ended"] for row in found["engines"]] == [True, False]
+    assert {row["engine"] for row in found["decisions"]} == {"two"}
+    run_steps(host, "one", 1, clock=clock)
+    assert overview(observatory)["totals"]["engines"] == 2
+
+
+def test_who_only_asks_whether_there_are_plans_is_no_engine() -> None:
+    host, observatory, clock = watched()
+    run_steps(host, PROBE, 3, clock=clock)
+    assert overview(observatory)["engines"] == []
+    run_steps(host, "e", 3, clock=clock)
+    assert [row["engine"] for row in overview(observatory)["engines"]] == ["e"]
 
 
 def test_totals_are_sums_over_engines_that_are_heard() -> None:

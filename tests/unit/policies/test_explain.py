@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from tests.watching import TaggedHistory
 
-from parlay.policies.explain import BECAUSE, estimator_of, explain, words
+from parlay.policies.explain import (
+    BECAUSE,
+    BY_GUARD,
+    NOTHING_LEFT,
+    PROMPT,
+    because,
+    estimator_of,
+    explain,
+    words,
+)
 from parlay.policies.policy import Policy, make_policy
 from parlay.policies.synthetic import LIMITS
 from parlay.policies.types import NONE, BatchView, Plan, PlanSource, Reason
@@ -122,6 +131,33 @@ def test_a_prompt_is_said_to_be_computed_and_may_draft_nothing() -> None:
     assert why.because == "its prompt is being computed"
     assert why.max_k == 0
     assert why.k == 0
+
+
+def test_a_request_with_nothing_left_to_draft_is_said_to_have_nothing() -> None:
+    policy, view, _ = learned()
+    view.max_k[2] = 0
+    plan = policy.decide(view)
+    why = explain(policy, view, plan, int(view.request_id[2]))
+    assert plan.reason[2] == Reason.NO_GAIN
+    assert why.because == NOTHING_LEFT
+    assert why.survival == {}
+    others = [explain(policy, view, plan, r) for r in np.delete(view.request_id, 2).tolist()]
+    assert all(other.because != NOTHING_LEFT and other.survival for other in others)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_k", "guards", "said"),
+    [
+        (True, 0, True, PROMPT),
+        (False, 0, True, NOTHING_LEFT),
+        (False, 3, True, BY_GUARD),
+        (False, 3, False, BECAUSE[Reason.NO_GAIN]),
+    ],
+)
+def test_what_leaves_no_choice_is_said_first(
+    prompt: bool, max_k: int, guards: bool, said: str
+) -> None:
+    assert because(Reason.NO_GAIN, prompt, max_k, guards) == said
 
 
 def test_prompts_that_fill_the_step_are_said_to() -> None:
