@@ -197,7 +197,8 @@ def _page(host: Host, running: Running) -> tuple[Page, socket.socket]:
         else:
             log.warning("the page's tokens travel as plain text: tls_cert and tls_key mend that")
     host.watch = Observatory()
-    page = Page(host.watch, Metrics(host.watch, lambda: host.policy), tokens, tls)
+    metrics = Metrics(host.watch, lambda: host.policy)
+    page = Page(host.watch, metrics, tokens, tls, told.listen)
     return page, bind(told.http, "--http")
 
 

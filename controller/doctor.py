@@ -17,6 +17,7 @@ from parlay.controller import tls
 from parlay.controller.config import Config, load
 from parlay.controller.fetch import fetch
 from parlay.controller.learned_states import read_snapshot
+from parlay.controller.observatory import PROBE
 from parlay.controller.store import Scope, StoreError, open_store
 from parlay.controller.tokens import Tokens
 from parlay.policies.doctor import Asked, Finding, Verdict
@@ -60,7 +61,7 @@ def checks(asked: Asked) -> Iterator[Finding]:
     if config.admin:
         yield _admin(config.admin)
     if config.http:
-        yield _http(config)
+        yield _http(asked, config)
 
 
 def _secrets(file: Path | None, config: Config) -> Iterator[Finding]:
@@ -154,11 +155,15 @@ def _store(config: Config) -> Iterator[Finding]:
         yield Finding(FAIL, "state", f"{kind} does not give back what it was told", mend)
 
 
+def _target(asked: Asked, config: Config) -> str:
+    return asked.sidecar or os.environ.get("PARLAY_SIDECAR") or config.listen
+
+
 def _sidecar(asked: Asked, config: Config) -> Finding:
     """Ask for a plan as an engine does."""
-    target = asked.sidecar or os.environ.get("PARLAY_SIDECAR") or config.listen
+    target = _target(asked, config)
     view, run = History(4).view(), int.from_bytes(os.urandom(7), "little")
-    request = codec.encode_decide(codec.Hello("parlay-doctor", LIMITS, run), view)
+    request = codec.encode_decide(codec.Hello(PROBE, LIMITS, run), view)
 
     def ask(channel: grpc.Channel, said: Any) -> str:
         begin = time.perf_counter()
@@ -198,7 +203,8 @@ def _asked(what: str, target: str, who: str, ask: Callable[[grpc.Channel, Any], 
         return Finding(FAIL, what, _line(error), f"see PARLAY_{who}_*_FILE")
 
 
-def _http(config: Config) -> Finding:
+def _http(asked: Asked, config: Config) -> Finding:
+    """Ask the page whether it is there, and of which sidecar it is."""
     host, _, port = config.http.rpartition(":")
     reached = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     secure = config.tls_cert is not None and not is_private(config.http)
@@ -208,6 +214,10 @@ def _http(config: Config) -> Finding:
     except (OSError, ValueError) as error:
         mend = "start it: parlay serve --http host:port; PARLAY_HTTP_CA_FILE: who signed its own"
         return Finding(FAIL, "http", str(error), mend)
+    other = found.get("listen", config.listen)
+    if other not in (config.listen, _target(asked, config)):
+        text = f"{config.http} is the page of another sidecar, which listens on {other}"
+        return Finding(FAIL, "http", text, "end that one, or give this one another http address")
     seen = found.get("engines", "for whoever shows a token")
     return Finding(OK, "http", f"{config.http}: {found.get('status')}, engines {seen}")
 

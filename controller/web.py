@@ -52,7 +52,8 @@ _POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' 
 class Page:
     """Answers requests about an observatory.
 
-    tokens: who may ask, None: whoever reaches it; tls: what it is served with, None: plain HTTP.
+    tokens: who may ask, None: whoever reaches it; tls: what it is served with, None: plain HTTP;
+    listen: where the sidecar it is of serves engines.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Page:
         metrics: Metrics,
         tokens: Tokens | None = None,
         tls: PageTls | None = None,
+        listen: str = "",
     ) -> None:
-        self.observatory, self.metrics = observatory, metrics
+        self.observatory, self.metrics, self.listen = observatory, metrics, listen
         self.tokens, self.tls = tokens, tls
         self._made: dict[str | None, tuple[float, bytes]] = {}
 
@@ -125,9 +127,9 @@ class Page:
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def health(self, request: Request) -> Response:
-        """Say that the process answers."""
-        engines = len(self.observatory.engines)
-        return JSONResponse({"status": "ok", "policy": self.metrics.policy(), "engines": engines})
+        """Say that the process answers, and which it is."""
+        said = {"status": "ok", "policy": self.metrics.policy(), "listen": self.listen}
+        return JSONResponse(said | {"engines": len(self.observatory.engines)})
 
     def _explained(self, request: Request) -> dict[str, Any]:
         engine = request.query_params.get("engine")

@@ -96,6 +96,19 @@ def test_a_sound_sidecar_gets_nothing_but_ok(folder: Path, monkeypatch: pytest.M
     assert (gone["sidecar"].verdict, gone["http"].verdict) == (FAIL, FAIL)
 
 
+def test_a_page_of_another_sidecar_is_not_taken_for_ours(folder: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    ours = config(folder, http=http, listen=f"unix:{folder}/ours.sock")
+    told = ours.read_text()
+    with serving(config(folder, http=http, listen=f"unix:{folder}/other.sock")):
+        ours.write_text(told)
+        found = look(ours)
+        assert found["http"].verdict is FAIL
+        assert f"listens on unix:{folder}/other.sock" in found["http"].text
+        theirs = look(ours, sidecar=f"unix:{folder}/other.sock")
+        assert (theirs["sidecar"].verdict, theirs["http"].verdict) == (OK, OK)
+
+
 def test_a_wrong_file_is_the_only_finding(folder: Path) -> None:
     file = config(folder, polcy="none")
     found = look(file)

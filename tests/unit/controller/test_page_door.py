@@ -76,7 +76,7 @@ def test_probes_learn_that_it_lives_and_no_more(page: Page) -> None:
     assert (status, json.loads(body)) == (200, {"status": "ok"})
     page.observatory.fold()
     known = json.loads(ask(app, "/health", f"Bearer {TOKEN}")[2])
-    assert known == {"status": "ok", "policy": "pilot", "engines": 1}
+    assert known == {"status": "ok", "policy": "pilot", "listen": "", "engines": 1}
 
 
 def test_a_token_is_good_for_as_long_as_it_is_in_the_file(page: Page, tokens: Tokens) -> None:
