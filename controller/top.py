@@ -22,12 +22,15 @@ _WIDE = 120
 """Terminals with so many columns show all there is."""
 _PLACES, _FEW_PLACES = 8, 4
 _SILENT_S = 10.0
+_NAME = 12
+"""Longest name of an engine or a task where there is little room."""
 
 
 @dataclass(slots=True, frozen=True)
 class Cell:
     """One figure of a row: its column's name, its text, whether it is made of words (else a
-    number), only for wide terminals, or may be cut.
+    number), only for wide terminals, may be cut at its end, or in the middle where there is little
+    room.
     """  # noqa: D205
 
     name: str
@@ -35,7 +38,14 @@ class Cell:
     words: bool = False
     wide: bool = False
     cut: bool = False
+    elided: bool = False
     style: str = ""
+
+    def fitted(self, wide: bool) -> str:
+        """Return the text; of a long name its start and its end, which tells it from others."""
+        if wide or not self.elided or len(self.text) <= _NAME:
+            return self.text
+        return f"{self.text[: _NAME // 2 - 1]}…{self.text[-(_NAME // 2) :]}"
 
 
 def top(
@@ -133,16 +143,20 @@ def _sparks(found: dict[str, Any], columns: int) -> Table:
 
 
 def _engine(row: dict[str, Any]) -> list[Cell]:
-    guard, live = row["guard"] or {}, row["heard_ago_s"] < _SILENT_S
-    state = "live" if live else f"silent {_span(row['heard_ago_s'])}"
+    guard, live = row["guard"] or {}, row["heard_ago_s"] < _SILENT_S and not row["ended"]
+    state, style = "live", "green"
+    if not live:
+        ended = row["ended"]
+        state = f"{'ended' if ended else 'silent'} {_span(row['heard_ago_s']).split()[0]}"
+        style = "dim" if ended else "red"
     return [
-        Cell("engine", row["engine"], words=True),
-        Cell("state", state, words=True, style="green" if live else "red"),
+        Cell("engine", row["engine"], words=True, elided=True),
+        Cell("state", state, words=True, style=style),
         Cell("running", str(row["running"])),
         Cell("waiting", str(row["waiting"])),
         Cell("tokens/s", number(row["tokens_per_s"])),
         Cell("step ms", number(row["step_ms"], 2), wide=True),
-        Cell("k", number(row["mean_k"], 2)),
+        Cell("k", number(row["mean_k"], 2), wide=True),
         Cell("gain", gain(row["expected_gain"])),
         Cell("measured", gain(guard.get("gain"))),
         Cell("guard", "-" if not guard else ("on" if guard["on"] else "off"), words=True),
@@ -157,7 +171,7 @@ def _engine(row: dict[str, Any]) -> list[Cell]:
 
 def _task(row: dict[str, Any]) -> list[Cell]:
     return [
-        Cell("task", row["task"], words=True),
+        Cell("task", row["task"], words=True, elided=True),
         Cell("n-gram", share(row["shares"]["ngram"])),
         Cell("k", number(row["k"]["ngram"], 1)),
         Cell("draft model", share(row["shares"]["draft_model"])),
@@ -184,12 +198,12 @@ def _proposer(row: dict[str, Any]) -> list[Cell]:
 
 def _decision(row: dict[str, Any]) -> list[Cell]:
     return [
-        Cell("engine", row["engine"], words=True),
+        Cell("engine", row["engine"], words=True, elided=True),
         Cell("request", str(row["request_id"])),
-        Cell("task", row["task"], words=True),
+        Cell("task", row["task"], words=True, elided=True),
         Cell("proposer", row["proposer"], words=True),
         Cell("k", str(row["k"]) if row["k"] else "-"),
-        Cell("expected", number(row["tokens"], 2)),
+        Cell("expected", number(row["tokens"], 2), wide=True),
         Cell("worth ms", number(row["worth_ms"], 3), wide=True),
         Cell("cost ms", number(row["cost_ms"], 3), wide=True),
         Cell("because", row["why"], words=True, cut=True),
@@ -202,12 +216,12 @@ def _table(rows: list[list[Cell]], wide: bool) -> Table:
     shown = [place for place, cell in enumerate(rows[0]) if wide or not cell.wide]
     for place in shown:
         cell = rows[0][place]
-        longest = max(len(row[place].text) for row in rows)
+        longest = max(len(row[place].fitted(wide)) for row in rows)
         least = None if cell.cut else max(longest, len(cell.name))
         justify: Any = "left" if cell.words else "right"
         table.add_column(cell.name, justify=justify, no_wrap=True, min_width=least)
     for row in rows:
-        table.add_row(*(Text(row[place].text, row[place].style) for place in shown))
+        table.add_row(*(Text(row[place].fitted(wide), row[place].style) for place in shown))
     return table
 
 

@@ -45,6 +45,23 @@ def test_top_says_who_runs_what_and_why(seen: Observatory, columns: int) -> None
     assert f"{found['engines'][0]['tokens_per_s']:,.0f}" in text
 
 
+def test_little_room_cuts_no_column_but_the_last() -> None:
+    clock = Clock()
+    observatory = Observatory(clock)
+    host = Host("pilot", watch=observatory)
+    session, _ = run_steps(host, "vllm-worker-7d9c5-alpha", 40, clock=clock)
+    run_steps(host, "vllm-worker-7d9c5-omega", 40, clock=clock)
+    host.leave(session, session.stream)
+    clock.now_s += 3.0
+    text = shown(top.screen(overview(observatory) | {"policy": "pilot"}, 80), 80)
+    for words in ("vllm-…-alpha", "vllm-…-omega", "ended 3s", "measured  guard", "tokens a row"):
+        assert words in text
+    lines = text.splitlines()
+    because = next(i for i, line in enumerate(lines) if "because" in line)
+    at = lines[because].index("because")
+    assert all(len(line[at:].strip()) >= 20 for line in lines[because + 1 :] if line.strip())
+
+
 def test_top_waits_for_engines() -> None:
     text = shown(top.screen(overview(Observatory()) | {"policy": "none"}, 80), 80)
     assert "no engine has said hello yet" in text
