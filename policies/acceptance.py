@@ -145,19 +145,29 @@ class Acceptance:
         least[:, proposer] *= np.exp(-_HOPE * sd)
         return least
 
-    def survival(self, frailty: Array, match_tokens: Array) -> Array:
-        """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match."""
+    def survival(self, frailty: Array, match_tokens: Array, only: int | None = None) -> Array:
+        """Return f32 [rows, PROPOSERS, K]: P(first j drafts hold), the n-gram's 0 without match.
+
+        only: of one proposer, [rows, 1, K].
+        """
+        first, end = NGRAM, PROPOSERS if self.heads else MEDUSA
+        if only is not None:
+            first, end = only, only + 1
         # Places before rows, as the solver wants them.
-        hold = np.zeros((PROPOSERS, self.k_max, len(frailty)), np.float32)
-        some = hold[NGRAM:] if self.heads else hold[NGRAM:MEDUSA]
-        models = hold[DRAFT_MODEL:] if self.heads else hold[DRAFT_MODEL:MEDUSA]
-        times = frailty.T.astype(np.float32)
-        bucket = match_bucket(match_tokens)
-        np.multiply(self._hazard.T[:, bucket], times[NGRAM], out=hold[NGRAM])
-        of = self._hazard[BUCKETS : BUCKETS + len(models), :, None]
-        np.multiply(of, times[DRAFT_MODEL : DRAFT_MODEL + len(models), None], out=models)
+        hold = np.zeros((PROPOSERS if only is None else 1, self.k_max, len(frailty)), np.float32)
+        some = hold[first:end] if only is None else hold
+        times = frailty.T[first:end].astype(np.float32)
+        models = max(DRAFT_MODEL - first, 0)
+        if first == NGRAM:
+            bucket = match_bucket(match_tokens)
+            np.multiply(self._hazard.T[:, bucket], times[0], out=some[0])
+        if models < len(some):
+            at = BUCKETS + first + models - DRAFT_MODEL
+            of = self._hazard[at : at + len(some) - models, :, None]
+            np.multiply(of, times[models:, None], out=some[models:])
         np.subtract(1.0, np.minimum(some, HAZARD_CEILING, out=some), out=some)
-        hold[NGRAM, 0] *= bucket > 0
+        if first == NGRAM:
+            some[0, 0] *= bucket > 0
         for place in range(1, self.k_max):  # numpy's own accumulation takes three times as long
             np.multiply(some[:, place], some[:, place - 1], out=some[:, place])
         return hold.transpose(2, 0, 1)

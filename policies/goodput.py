@@ -111,8 +111,10 @@ class Goodput:
 
         def hopes(tried: int, quiet_steps: int) -> Array:
             least = self.acceptance.least_frailty(rows, frailty, tried, quiet_steps)
-            hoped = usable(view, self.acceptance.survival(least, view.match_tokens))
-            return hoped * weight[:, None, None]
+            hold = self.acceptance.survival(least, view.match_tokens, tried)
+            hoped = worth.copy(order="K")
+            hoped[:, tried] = usable(view, hold, tried)[:, 0] * weight[:, None]
+            return hoped
 
         chosen, explored = self.explorer.apply(view, worth, hopes, best, costs)
         self._lags = (self._lags[1], (view.step_id, view.request_id, view.draft_kv_lag))
@@ -279,11 +281,12 @@ def _defaults(view: BatchView, chosen: Allocation) -> TaskDefaults:
         tasks = np.array(sorted({0, int(view.task[0])}), np.uint32)
         alike = np.zeros(len(tasks), np.intp)
         return TaskDefaults(tasks, chosen.proposer[alike], chosen.k[alike].astype(np.int16))
-    rows = np.flatnonzero(view.prefill_tokens == 0)
-    task = view.task[rows]
+    decodes = view.prefill_tokens == 0
+    task, proposer, k = view.task, chosen.proposer, chosen.k
+    if not decodes.all():
+        task, proposer, k = task[decodes], proposer[decodes], k[decodes]
     tasks = np.array(sorted({0, *task.tolist()}), np.uint32)
-    cell = np.searchsorted(tasks, task) * PROPOSERS + chosen.proposer[rows]
-    cell = cell * (K_LIMIT + 1) + chosen.k[rows]
+    cell = (tasks.searchsorted(task) * PROPOSERS + proposer) * (K_LIMIT + 1) + k
     counts = np.bincount(cell, minlength=len(tasks) * PROPOSERS * (K_LIMIT + 1))
     counts = counts.reshape(len(tasks), -1)
     counts[0] = counts.sum(axis=0)

@@ -213,11 +213,13 @@ class Pilot:
         if batch == self._batch:
             return
         ids = np.sort(request_id)
-        pace, waited = np.full(len(ids), np.nan), np.zeros(len(ids), np.int32)
         at, known = self._places(ids)
-        pace[known], waited[known] = self._pace_ms[at[known]], self._waited[at[known]]
-        self._ids, self._pace_ms, self._waited = ids, pace, waited
-        self._batch, self._at = batch, np.searchsorted(ids, request_id)
+        if not len(self._ids):
+            self._pace_ms, self._waited = np.full(len(ids), np.nan), np.zeros(len(ids), np.int32)
+        elif not isinstance(known, slice):
+            self._pace_ms = np.where(known, self._pace_ms[at], np.nan)
+            self._waited = np.where(known, self._waited[at], np.int32(0))
+        self._ids, self._batch, self._at = ids, batch, ids.searchsorted(request_id)
 
     def _places(self, request_id: Array) -> tuple[Array, Array | slice]:
         """Return where requests stand, and which of them are there (else the place is 0)."""

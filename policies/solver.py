@@ -79,14 +79,19 @@ class Allocation:
         return self.step_ms / self.emitted_tokens
 
 
-def usable(view: BatchView, survival: Array) -> Array:
-    """Return survival f64 with zeros wherever a row may not draft in this step."""
+def usable(view: BatchView, survival: Array, only: int | None = None) -> Array:
+    """Return survival f64 with zeros wherever a row may not draft in this step.
+
+    only: survival is of one proposer, [rows, 1, K].
+    """
     allowed = (view.proposer_mask >> _COLUMNS) & 1
     limit = allowed * np.where(view.prefill_tokens > 0, 0, view.max_k)
-    end = PROPOSERS if allowed[MEDUSA].any() else MEDUSA
-    reach = _DEPTHS[: survival.shape[2], None] < limit[NGRAM:end, None]
+    there = slice(NGRAM, PROPOSERS if allowed[MEDUSA].any() else MEDUSA)
+    if only is not None:
+        limit, there = limit[only : only + 1], slice(0, 1)
+    reach = _DEPTHS[: survival.shape[2], None] < limit[there, None]
     found = np.zeros(survival.shape[1:] + survival.shape[:1])
-    np.multiply(survival.transpose(1, 2, 0)[NGRAM:end], reach, out=found[NGRAM:end])
+    np.multiply(survival.transpose(1, 2, 0)[there], reach, out=found[there])
     return found.transpose(2, 0, 1)
 
 

@@ -18,10 +18,13 @@ from tests.unit.policies.synthetic import (
 from parlay.policies.allocate import fit_plan
 from parlay.policies.goodput import Goodput, GoodputSettings
 from parlay.policies.policy import EngineLimits, Policy, make_policy
+from parlay.policies.solver import usable
+from parlay.policies.synthetic import History
 from parlay.policies.types import (
     DRAFT_MODEL,
     NGRAM,
     NO_BUDGET,
+    PROPOSERS,
     Array,
     BatchView,
     Plan,
@@ -294,3 +297,21 @@ def policy_task(policy: Goodput) -> Array:
     rejected = policy.acceptance.state()["task_counts"][0, :, DRAFT_MODEL]
     ids = policy.acceptance.state()["task_id"]
     return np.array([ids[rejected.argmax()]], np.uint32)
+
+
+def test_one_proposer_alone_is_estimated_as_among_all() -> None:
+    limits = EngineLimits(proposer_mask=0b1111, k_max=8)
+    policy, history = goodput(limits), History(6, limits=limits)
+    for _ in range(30):
+        policy.observe(history.step(policy.decide(history.view())))
+    view, learner = history.view(), policy.acceptance
+    view.match_tokens[:3], view.match_tokens[3:] = 4, 0
+    frailty = np.random.default_rng(2).uniform(0.2, 3.0, (6, PROPOSERS))
+    every = learner.survival(frailty, view.match_tokens)
+    allowed = usable(view, every)
+    assert allowed[:, 1:].any(axis=(0, 2)).all()
+    for proposer in range(1, PROPOSERS):
+        alone = learner.survival(frailty, view.match_tokens, proposer)
+        np.testing.assert_array_equal(alone[:, 0], every[:, proposer])
+        mine = usable(view, alone, proposer)
+        np.testing.assert_array_equal(mine[:, 0], allowed[:, proposer])
