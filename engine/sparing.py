@@ -48,14 +48,23 @@ class SparingPlanner:
         if self._plan is not None and self._age < self.every() and self._serves(self._plan, view):
             return self._plan, PlanSource.LOCAL
         start_s, self._plan = self.clock(), None
-        while self._untold:  # one at a time: where the policy raises, the others are told later
-            self.policy.observe(self._untold.pop(0)())
+        self._tell()
         plan = self.policy.decide(view)
         self._policy_ms = _mean(self._policy_ms, 1e3 * (self.clock() - start_s))
         self._age = 0
         if math.isfinite(plan.token_value_ms) and not view.prefill_tokens.any():
             self._plan = None if (plan.reason >= _FIRST_TRY).any() else plan
         return plan, PlanSource.LOCAL
+
+    def again(self) -> Plan | None:
+        """Return the last plan where it is to serve in this step too, else None: show the batch.
+
+        For a batch that reads no prompts; the plan has nothing of whoever has come in since.
+        """
+        if self._plan is None or self._age + 1 >= self.every():
+            return None
+        self._age += 1
+        return self._plan
 
     def observe(self, outcome: StepOutcome) -> None:
         """Hear of a step; the policy is told before it decides again."""
@@ -79,6 +88,15 @@ class SparingPlanner:
         if self._step_ms <= 0.0:
             return 1
         return min(math.ceil(self._policy_ms / (self.share * self._step_ms)), self.most_steps)
+
+    def _tell(self) -> None:
+        """Tell the policy of every step since it was asked last, at once where it can hear so."""
+        at_once = getattr(self.policy, "observe_all", None)
+        if at_once is not None and len(self._untold) > 1:
+            untold, self._untold = self._untold, []
+            at_once([outcome() for outcome in untold])
+        while self._untold:  # one at a time: where the policy raises, the others are told later
+            self.policy.observe(self._untold.pop(0)())
 
     def _serves(self, plan: Plan, view: BatchView) -> bool:
         if view.prefill_tokens.any():

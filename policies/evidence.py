@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -82,6 +83,14 @@ def drafts_of(outcome: StepOutcome, rows: Array, shadows: Array, doubt: Array | 
         seen=both(verified, shadow.observed).astype(np.int64),
         share=both(share, np.ones(len(shadow))),
     )
+
+
+def merged(parts: Sequence[Drafts]) -> Drafts:
+    """Return the drafts of some steps as one."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(Drafts)]
+    return Drafts(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
 
 
 def _known(row: Array, proposer: Array) -> Array:

@@ -161,3 +161,31 @@ def test_a_policy_that_raises_over_one_report_hears_of_the_others() -> None:
 @pytest.mark.parametrize("step_ms", [float("nan"), float("inf"), 0.0, 1e-320])
 def test_a_time_that_is_none_is_not_counted(step_ms: float) -> None:
     assert set(np.diff(run(Timed(0.3), step_ms=step_ms)).tolist()) == {1}
+
+
+def test_a_plan_serves_again_unseen_as_often_as_with_a_view() -> None:
+    policy = Timed(0.5)
+    planner = SparingPlanner(policy, policy)
+    assert planner.again() is None  # there is none yet
+    unseen = 0
+    for step in range(40):
+        if (plan := planner.again()) is None:
+            view = view_of([1, 2])
+            view.step_id = step
+            plan, _ = planner.plan(view)
+        else:
+            unseen += 1
+        assert plan is not None
+        planner.observe(outcome(step))
+    assert policy.asked + unseen == 40
+    assert policy.heard == list(range(40))[: len(policy.heard)]
+    assert policy.asked == sum(step == of for step, of in enumerate(run(Timed(0.5), 40)))
+
+
+def test_a_plan_that_tries_something_out_serves_no_unseen_step() -> None:
+    policy = Timed(2.0)
+    policy.reason = int(Reason.EXPLORE)
+    planner = SparingPlanner(policy, policy)
+    planner.plan(view_of([1]))
+    planner.observe(outcome(0))
+    assert planner.again() is None

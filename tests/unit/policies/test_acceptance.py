@@ -357,3 +357,36 @@ def test_an_engine_without_medusa_is_told_nothing_of_it() -> None:
     loaded = Acceptance(6, False)
     loaded.load(Acceptance(6).state())
     assert not loaded.survival(frailty, match)[:, MEDUSA].any()
+
+
+def test_some_steps_told_at_once_teach_what_they_do_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    single, together = Acceptance(4), Acceptance(4)
+    ids = np.arange(6)
+    for _ in range(60):
+        told: list[tuple[StepOutcome, Array | None]] = []
+        for _ in range(8):
+            k = rng.integers(0, 5, 6)
+            held = np.minimum(rng.geometric(0.4, 6) - 1, k)
+            told.append((outcome_of(ids, np.where(k > 0, NGRAM, 0), k, held, 5), None))
+        one_by_one = [single.observe(outcome).tolist() for outcome, _ in told]
+        assert [shown.tolist() for shown in together.observe_all(told)] == one_by_one
+    assert single.version == together.version == 480
+    assert together.rows.tolist() == single.rows.tolist()
+    np.testing.assert_allclose(together.exposed, single.exposed, rtol=0.05)
+    np.testing.assert_allclose(together.match_hazard()[4], single.match_hazard()[4], rtol=0.05)
+    at = [own.rows_of(ids, np.full(6, 7)) for own in (single, together)]
+    frailties = [
+        own.frailty(rows)[:, NGRAM] for own, rows in zip((single, together), at, strict=True)
+    ]
+    np.testing.assert_allclose(frailties[1], frailties[0], rtol=0.1)
+
+
+def test_told_at_once_or_alone_a_single_step_teaches_the_same() -> None:
+    single, together = Acceptance(4), Acceptance(4)
+    outcome = outcome_of(np.arange(3), np.full(3, NGRAM), np.full(3, 4), np.array([0, 2, 4]), 5)
+    for _ in range(5):
+        single.observe(outcome)
+        together.observe_all([(outcome, None)])
+    for name, array in single.state().items():
+        np.testing.assert_allclose(together.state()[name], array, err_msg=name)
