@@ -12,17 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from parlay.engine.commit import RECENT_DECAY
 from parlay.engine.planner import Planner
 from parlay.engine.plugins.counters import Counters
-from parlay.engine.plugins.fitting import every_row
-from parlay.engine.plugins.followed import Fitter
+from parlay.engine.plugins.followed import Fitter, Order
 from parlay.engine.plugins.hints import speculation_of
+from parlay.engine.plugins.outcome import Decision, StepResult, outcome_of, prompts_of
 from parlay.engine.plugins.settings import PluginSettings, make_planner, read_settings
 from parlay.engine.plugins.tracked import Load, Tracked, view_of
 from parlay.engine.request import SpeculationParams
@@ -30,59 +27,17 @@ from parlay.policies.allocate import fit_plan
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import (
     NO_BUDGET,
-    PROPOSERS,
     Array,
     BatchView,
-    Fitted,
-    Plan,
     PlanSource,
-    ShadowRows,
-    StepOutcome,
-    no_shadows,
 )
 
 __all__ = ["Adapter", "Decision", "Load", "StepResult", "Tracked", "view_of"]
 
 log = logging.getLogger("parlay.plugin")
-_DEFAULT = int(PlanSource.DEFAULT)
 _NEWS = 1.0 - RECENT_DECAY
-Counts = Array | list[int]
-
-
-@dataclass(slots=True, frozen=True)
-class Decision:
-    """What a step is to do, by row of its view: fit.proposer, fit.k. Give it back to `observe`."""
-
-    view: BatchView
-    plan: Plan | None
-    source: PlanSource
-    fit: Fitted
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step did, by row of the decision's view; a row that did not run has zeros.
-
-    drafted, accepted (before end or stop cropped it) and emitted tokens, as lists or arrays;
-    verified, None where all that was drafted was; truncated_by as in StepOutcome; confidences
-    f32 [rows, K]. draft_ms f32 [PROPOSERS], draft_depth, verify_ms and step_ms as in StepOutcome;
-    padded_tokens, 0 where the pass had no rows but those of the batch; prefill_tokens, None where
-    they are those of the view.
-    """
-
-    drafted: Counts
-    accepted: Counts
-    emitted: Counts
-    verified: Counts | None = None
-    truncated_by: Array | None = None
-    confidences: Array | None = None
-    shadow: ShadowRows = field(default_factory=no_shadows)
-    draft_ms: Array | list[float] = field(default_factory=lambda: [0.0] * PROPOSERS)
-    draft_depth: int = 0
-    verify_ms: float = 0.0
-    step_ms: float = 0.0
-    padded_tokens: int = 0
-    prefill_tokens: int | None = None
+Report = Callable[[], tuple[Decision, StepResult]]
+"""Makes a decision and what became of it, for `Adapter.observe`."""
 
 
 class Adapter:
@@ -108,6 +63,7 @@ class Adapter:
         self._ids, self._steps = itertools.count(1), itertools.count()
         self._lock = threading.Lock()
         self._said: set[str] = set()
+        self._untold: list[Report] = []
 
     def add(self, speculation: SpeculationParams | None = None) -> Tracked:
         """Take on a request."""
@@ -144,6 +100,27 @@ class Adapter:
             self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
         return Decision(view, plan, source, fit)
 
+    def again(self) -> tuple[Order, int] | None:
+        """Return the last plan where it serves one step more, and the step's number; else None.
+
+        Then there is no need to `decide`. For batches that read no prompts.
+        """
+        again = getattr(self.planner, "again", None)
+        if again is None or not self._fitter.orders:
+            return None
+        start_ns = time.perf_counter_ns()
+        with self._lock:
+            order: Order | None = None
+            try:
+                plan = again()
+                order = None if plan is None else self._fitter.order(plan)
+            except Exception as error:
+                self._failed("serve again", error)
+            if order is not None:
+                self.counters.plans[PlanSource.LOCAL] += 1
+            self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
+        return None if order is None else (order, next(self._steps))
+
     def verify_k(self, decision: Decision, drafted: Array, confidences: Array | None) -> Array:
         """Return how many of each row's drafts to verify, i32 [rows]: the plan's budget may bind.
 
@@ -172,6 +149,18 @@ class Adapter:
                 self._failed("observe", error)
             self.counters.spent((time.perf_counter_ns() - start_ns) / 1e3)
 
+    def observe_later(self, report: Report) -> None:
+        """Hear of a step when the others since the last decision are told: in one go they cost
+        less. Until `settle` the counters lack it.
+        """  # noqa: D205
+        self._untold.append(report)
+
+    def settle(self) -> None:
+        """Hear what `observe_later` has kept; call it before a view is made to decide for."""
+        untold, self._untold = self._untold, []
+        for report in untold:
+            self.observe(*report())
+
     def fallback(self, reason: str, detail: str = "") -> None:
         """Count that the engine goes its own way, for one of few reasons; say each once."""
         with self._lock:
@@ -188,7 +177,7 @@ class Adapter:
         if later is None:
             self.planner.observe(outcome_of(decision, result))
             return
-        prompts = _prompts_of(decision, result)
+        prompts = prompts_of(decision, result)
         later(functools.partial(outcome_of, decision, result), result.step_ms, prompts)
 
     def _keep(self, decision: Decision, result: StepResult) -> None:
@@ -229,64 +218,3 @@ class Adapter:
         if topic not in self._said:
             self._said.add(topic)
             log.warning("%s: %s", self.engine, line)
-
-
-def outcome_of(decision: Decision, result: StepResult) -> StepOutcome:
-    """Return what the policy is told of a step."""
-    view, fit = decision.view, decision.fit
-    drafted = np.asarray(result.drafted, np.int16)
-    verified = drafted if result.verified is None else np.asarray(result.verified, np.int16)
-    rows, cut, seen = len(view), result.truncated_by, result.confidences
-    return StepOutcome(
-        request_id=view.request_id,
-        task=view.task,
-        proposer=fit.proposer,
-        requested_k=fit.k.astype(np.int16),
-        drafted_k=drafted,
-        verified_k=verified,
-        accepted=np.asarray(result.accepted, np.int16),
-        emitted=np.asarray(result.emitted, np.int16),
-        match_tokens=view.match_tokens,
-        truncated_by=_same(rows, 0) if cut is None else np.asarray(cut, np.uint8),
-        plan_source=_sources(fit, int(decision.source)),
-        plan_step_id=np.array([decision.plan.step_id if decision.plan else 0] * rows, np.uint64),
-        confidences=_blank(rows, max([1, *drafted.tolist()])) if seen is None else seen,
-        shadow=result.shadow,
-        step_id=view.step_id,
-        padded_tokens=result.padded_tokens
-        or int(np.maximum(view.prefill_tokens, 1).sum() + verified.sum()),
-        prefill_tokens=_prompts_of(decision, result),
-        kv_tokens=view.kv_tokens,
-        draft_ms=np.asarray(result.draft_ms, np.float32),
-        draft_depth=result.draft_depth,
-        verify_ms=result.verify_ms,
-        step_ms=result.step_ms,
-    )
-
-
-def _prompts_of(decision: Decision, result: StepResult) -> int:
-    told = result.prefill_tokens
-    return int(decision.view.prefill_tokens.sum()) if told is None else told
-
-
-def _sources(fit: Fitted, source: int) -> Array:
-    """Return where each row's plan came from, u8 [rows]."""
-    if fit.follows is every_row(len(fit.follows)):
-        return _same(len(fit.follows), source)
-    return np.where(fit.follows, source, _DEFAULT).astype(np.uint8)
-
-
-@functools.lru_cache(maxsize=1024)
-def _same(rows: int, value: int) -> Array:
-    """Return one value for every row, u8 [rows], for everybody to read."""
-    same = np.full(rows, value, np.uint8)
-    same.flags.writeable = False
-    return same
-
-
-@functools.lru_cache(maxsize=256)
-def _blank(rows: int, depth: int) -> Array:
-    """Return confidences that nobody told, f32 [rows, depth], for everybody to read."""
-    blank = np.full((rows, depth), np.nan, np.float32)
-    blank.flags.writeable = False
-    return blank

@@ -7,7 +7,9 @@ answers for the steps to come.
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,7 +31,9 @@ from parlay.policies.types import (
 _EDGES = np.array(MATCH_EDGES, np.int32)
 _MATCHES = np.array((0, *MATCH_EDGES), np.int32)
 """A match length of each bucket."""
+_BUCKET = [bisect.bisect_right(MATCH_EDGES, match) for match in range(MATCH_EDGES[-1])]
 _LEAST_MS, _SAME = 1e-9, 1e-5
+_SHARED = 1 << DRAFT_MODEL | 1 << MEDUSA
 _TRIES = (int(Reason.EXPLORE), int(Reason.WARM_UP))
 
 
@@ -38,13 +42,29 @@ class Fitter:
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
+        self._view: BatchView | None = None
         self._table: _Table | None = None
-        self._served_again = False
+        self._order: Order | None = None
+        self._served_again = self._served_unseen = False
+
+    @property
+    def orders(self) -> bool:
+        """Say whether `order` has an answer for the plan fitted last."""
+        return self._view is not None
+
+    def order(self, plan: Plan) -> Order | None:
+        """Return what the plan fitted last says without a view; None: it takes one."""
+        if plan is not self._plan or self._view is None:
+            return None
+        if self._order is None or self._order.plan is not plan:
+            self._order = Order(_Table(plan, self._view, each_alone=True))
+        self._served_unseen = True
+        return self._order
 
     def fit(self, plan: Plan | None, view: BatchView) -> Fitted:
         """Return who drafts how many tokens; reasons are the plan's own, survivals left out."""
         if plan is None or not _is_priced(plan, view):
-            self._plan = self._table = None
+            self._plan = self._table = self._view = None
             return fitted(plan, view)
         if plan.request_id is not view.request_id:
             table = self._table if plan is self._plan else None
@@ -52,9 +72,15 @@ class Fitter:
             return fitted(plan, view) if left is None else left
         new, self._plan = plan is not self._plan, plan
         if new:
+            # Where others draft too, how deep one may go depends on the rest of the batch.
+            alone = not int(np.bitwise_or.reduce(view.proposer_mask)) & _SHARED
+            self._view = view if alone else None
             # Right after the policy, whose arrays are still at hand, a table costs least.
             self._table = _Table(plan, view) if self._served_again else None
             self._served_again = False
+            if alone and self._served_unseen:
+                self._order = Order(_Table(plan, view, each_alone=True))
+            self._served_unseen = False
         if plan.step_id == view.step_id:
             return fitted(plan, view)
         self._served_again = True
@@ -62,6 +88,36 @@ class Fitter:
         if table is None or not table.goes_for(view):
             self._table = table = _Table(plan, view)
         return table.fit(view)
+
+
+class Order:
+    """A table in plain numbers, for steps without a view: no call of numpy's in them.
+
+    It is `fit_plan`'s for every row alone: a longer one does not pad the others. Who is not in the
+    plan is taken for a request like any other, at the plan's prices.
+    """
+
+    def __init__(self, table: _Table) -> None:
+        self.plan, shape = table.plan, (len(_MATCHES), len(table.plan))
+        proposers = table.proposer.reshape(shape).T.tolist()
+        lengths = table.k.reshape(shape).T.tolist()
+        ids = table.plan.request_id.tolist()
+        self._known = dict(zip(ids, zip(proposers, lengths, strict=True), strict=True))
+        self._new = (*table.newcomer(),)
+
+    def rows(self, ids: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Return each request's proposers and lengths by the bucket of its match."""
+        known, new = self._known, self._new
+        return [known.get(name, new) for name in ids]
+
+    def follows(self, ids: Sequence[int]) -> Array:
+        """Return which requests the plan was made for, bool [rows]."""
+        return np.array([name in self._known for name in ids], bool)
+
+
+def bucket_of(match_tokens: int) -> int:
+    """Return the bucket of one match length."""
+    return _BUCKET[match_tokens] if match_tokens < len(_BUCKET) else len(MATCH_EDGES)
 
 
 def _is_priced(plan: Plan, view: BatchView) -> bool:
@@ -76,9 +132,13 @@ def _is_priced(plan: Plan, view: BatchView) -> bool:
 
 
 class _Table:
-    """Proposer u8 and k i32 [buckets * rows] under one plan, for views of the same requests."""
+    """Proposer u8 and k i32 [buckets * rows] under one plan, for views of the same requests.
 
-    def __init__(self, plan: Plan, view: BatchView) -> None:
+    each_alone: no row is kept from going deeper than the others.
+    """
+
+    def __init__(self, plan: Plan, view: BatchView, each_alone: bool = False) -> None:
+        self.each_alone = each_alone
         self.plan, self.mask, self.max_k = plan, view.proposer_mask, view.max_k
         self.rows = np.arange(len(plan))
         assert plan.survival is not None
@@ -96,6 +156,15 @@ class _Table:
         k[0] *= proposer[0] != NGRAM
         self.proposer = proposer.astype(np.uint8).ravel()
         self.k = k.astype(np.int32).ravel()
+
+    def newcomer(self) -> tuple[list[int], list[int]]:
+        """Return the n-gram's proposers and lengths by bucket for a request like any other."""
+        plan = self.plan
+        assert plan.match_hazard is not None
+        places = ngram_survival(plan.match_hazard, np.ones(len(_MATCHES), np.float32), _MATCHES)
+        price = float(plan.marginal_token_price_ms + plan.draft_token_price_ms[NGRAM])
+        worth = places * plan.token_value_ms >= max(price, _LEAST_MS)
+        return [NGRAM] * len(_MATCHES), worth.sum(axis=1).tolist()
 
     def goes_for(self, view: BatchView) -> bool:
         """Say whether the rows may draft what they could when this was made."""
@@ -166,7 +235,7 @@ class _Table:
         """Return how deep a row may go with a proposer: passes and padding are shared."""
         plan, depth = self.plan, self.survival.shape[2]
         deepest = int(plan.k.max(initial=0, where=plan.proposer == proposer))
-        if proposer != NGRAM or (len(self.rows) > 1 and deepest):
+        if proposer != NGRAM or (len(self.rows) > 1 and deepest and not self.each_alone):
             depth = deepest
         allowed = (self.mask >> proposer) & 1
         return allowed * (depth if self.any_room else np.minimum(depth, self.max_k))

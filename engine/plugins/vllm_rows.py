@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import is_
@@ -9,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from parlay.engine.kernels.ngram import AnyIndex, Indexes, new_index
 from parlay.engine.plugins.adapter import Adapter, Tracked
+from parlay.engine.plugins.followed import Order, bucket_of
 from parlay.engine.plugins.tracked import Columns
-from parlay.engine.proposers.ngram_index import NgramIndex
 from parlay.engine.shadow import SHADOW_TOKENS
-from parlay.policies.types import NGRAM, ShadowKind, ShadowRows, no_shadows
+from parlay.policies.types import NGRAM, NONE, Array, ShadowKind, ShadowRows, no_shadows
 
 SHADOWED = 8
 """Guesses kept at a time: more would teach little more, and take their time."""
@@ -23,12 +25,18 @@ SHADOWED = 8
 class Row:
     """One request. source: vLLM's own; index: what our n-gram reads, None where it may not.
 
+    known: tokens read by then; mask, most_k: who may draft how much; last: not beyond so many
+    tokens.
     in_flight: steps under way that will give it at least one token each.
     """
 
     source: Any
     tracked: Tracked
-    index: NgramIndex | None
+    index: AnyIndex | None
+    mask: int
+    most_k: int
+    last: int
+    known: int = 0
     in_flight: int = 0
 
 
@@ -45,19 +53,61 @@ class _Guess:
 class Group:
     """Some rows in the order of a view; kept for as long as vLLM runs the same requests.
 
-    place: a request's row. prompt_tokens, max_tokens i32 [rows]. Every list of theirs is read in
-    one go, which is what a step costs.
+    place: a request's row. What steps without a view need is at hand, the rest made when asked
+    for: in a large batch hardly two steps are of the same requests.
     """
 
     def __init__(self, names: list[str], rows: list[Row], adapter: Adapter) -> None:
-        self.names, self.rows = names, rows
+        self.names, self.rows, self._limits = names, rows, adapter.limits
         self.sources = [row.source for row in rows]
-        self.columns = Columns([row.tracked for row in rows], adapter.limits)
-        self.place = {name: i for i, name in enumerate(names)}
-        self.prompt_tokens = np.array([s.num_prompt_tokens for s in self.sources], np.int32)
-        self.max_tokens = np.array([s.max_tokens for s in self.sources], np.int32)
+        self.place = dict(zip(names, range(len(names)), strict=True))
+        self._order: Order | None = None
+        self._ordered: list[tuple[list[int], list[int]]] = []
         # A session's next turn makes of its answer a prompt.
-        self._stays = True not in [getattr(s, "resumable", False) for s in self.sources]
+        self.stays = True not in [getattr(s, "resumable", False) for s in self.sources]
+        if not self.stays:
+            self.prompt_tokens, self.max_tokens  # noqa: B018 (as they are now)
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """What stays the same of its views."""
+        return Columns([row.tracked for row in self.rows], self._limits)
+
+    @functools.cached_property
+    def prompt_tokens(self) -> Array:
+        """Of each row, i32 [rows]."""
+        return np.array([s.num_prompt_tokens for s in self.sources], np.int32)
+
+    @functools.cached_property
+    def max_tokens(self) -> Array:
+        """Of each row's answer, i32 [rows]."""
+        return np.array([s.max_tokens for s in self.sources], np.int32)
+
+    @functools.cached_property
+    def indexes(self) -> Indexes:
+        """The indexes of the rows that have one."""
+        return Indexes([row.index for row in self.rows if row.index is not None])
+
+    def by_order(
+        self, order: Order, context: list[int], match: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return each row's proposer and k under a plan that serves again."""
+        if order is not self._order:
+            ids = [row.tracked.request_id for row in self.rows]
+            self._order, self._ordered = order, order.rows(ids)
+        by, ks = [], []
+        for row, (proposers, lengths), tokens, found in zip(
+            self.rows, self._ordered, context, match, strict=True
+        ):
+            bucket = bucket_of(found)
+            k = min(lengths[bucket], row.last - tokens, row.most_k)
+            if k > 0 and row.mask >> proposers[bucket] & 1:
+                by.append(proposers[bucket])
+                ks.append(k)
+            else:
+                by.append(NONE)
+                ks.append(0)
+        return by, ks
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,17 +115,18 @@ class Group:
     def is_of(self, names: list[str], sources: list[Any]) -> bool:
         """Say whether these are the very requests, in this order."""
         # A name may come again with another request.
-        return self._stays and names == self.names and all(map(is_, sources, self.sources))
+        return self.stays and names == self.names and all(map(is_, sources, self.sources))
 
 
 class Rows:
     """Every request that vLLM runs, from its first step to its end.
 
-    with_ngram: index their texts.
+    with_ngram: index their texts. most_tokens: in a text, prompt and answer.
     """
 
-    def __init__(self, adapter: Adapter, with_ngram: bool) -> None:
-        self.adapter, self.with_ngram = adapter, with_ngram
+    def __init__(self, adapter: Adapter, with_ngram: bool, most_tokens: int) -> None:
+        self.adapter, self.with_ngram, self.most_tokens = adapter, with_ngram, most_tokens
+        self._decided: list[tuple[int, ...]] = []
         self._guesses: dict[int, _Guess] = {}
         self._rows: dict[str, Row] = {}
         self._group: Group | None = None
@@ -103,35 +154,46 @@ class Rows:
             if row is not None:
                 self._group = None
                 self.adapter.forget(row.tracked)
-                self._guesses.pop(row.tracked.request_id, None)
+                key = row.tracked.request_id
+                if (guess := self._guesses.pop(key, None)) is not None:
+                    self._score(key, guess)
 
-    def read(self, group: Group, tokens: list[int]) -> list[int]:
+    def read(self, group: Group, tokens: list[int], prompts: bool) -> list[int]:
         """Bring the indexes up to date; return by row how long a match each text ends with.
 
-        tokens: of each text. The match is 0 for a row whose prompt is not read yet.
+        tokens: of each text. prompts: some are of prompts not read yet, whose match is 0.
         """
-        match = []
-        for row, source, end in zip(group.rows, group.sources, tokens, strict=True):
-            index, reading = row.index, source.is_prefill_chunk
-            if index is None:
-                match.append(0)
+        if not group.stays:
+            for row, end in zip(group.rows, tokens, strict=True):
+                if end < row.known:  # a session that goes on takes tokens back
+                    row.index = None
+        more = []
+        for row, end in zip(group.rows, tokens, strict=True):
+            if row.index is None:
                 continue
-            known = len(index.tokens)
-            if end > known:
+            source, known = row.source, row.known
+            if prompts and source.is_prefill_chunk:
                 # Of a prompt that is read in parts no more than that is indexed, not all in a step.
-                stop = source.num_computed_tokens if reading else end
-                index.extend(source.all_token_ids[known:stop])
-            elif end < known:  # a session that goes on takes tokens back
-                row.index = None
-                reading = True
-            match.append(0 if reading else index.match_tokens)
-        return match
+                end = source.num_computed_tokens
+            more.append(source.all_token_ids[known:end])
+            row.known = max(known, end)
+        match = group.indexes.extend(more)
+        if len(match) == len(group) and not prompts:
+            return match
+        return self._matches(group, prompts)
 
     def matches(self, group: Group) -> list[int]:
         """Return what `read` returned last; ones where vLLM's own n-gram drafts: it is silent."""
         if not self.with_ngram:
             return [1] * len(group)
-        return [row.index.match_tokens if row.index else 0 for row in group.rows]
+        return self._matches(group, prompts=False)
+
+    def _matches(self, group: Group, prompts: bool) -> list[int]:
+        return [
+            0 if index is None or (prompts and row.source.is_prefill_chunk) else index.match_tokens
+            for row in group.rows
+            for index in (row.index,)
+        ]
 
     def offer(self, rows: Iterable[Row]) -> None:
         """Keep guesses that nobody drafts, to see what would have come of them."""
@@ -143,24 +205,34 @@ class Rows:
                 continue
             guess = index.propose(SHADOW_TOKENS)
             if guess:
-                self._guesses[key] = _Guess(row, len(index.tokens), guess, index.match_tokens)
+                self._guesses[key] = _Guess(row, row.known, guess, index.match_tokens)
 
-    def score(self) -> ShadowRows:
-        """Return the kept guesses whose texts have come as far as they foretold."""
-        decided: list[tuple[int, ...]] = []
+    def score(self) -> None:
+        """See which of the kept guesses are decided: their texts have come as far as they told."""
         for key, guess in list(self._guesses.items()):
-            source, offered = guess.row.source, len(guess.tokens)
-            known, end = source.num_tokens, guess.start + offered
+            source = guess.row.source
+            known, end = source.num_tokens, guess.start + len(guess.tokens)
             if guess.start <= known < end and not source.is_finished():
                 continue
             del self._guesses[key]
-            seen = source.all_token_ids[guess.start : end] if known > guess.start else []
-            if not seen:
-                continue
-            pairs = enumerate(zip(guess.tokens, seen, strict=False))
-            held = next((i for i, (a, b) in pairs if a != b), len(seen))
-            decided.append((key, offered, held, min(held + 1, len(seen)), guess.match_tokens))
-        return _shadow_rows(decided) if decided else _NO_SHADOWS
+            self._score(key, guess)
+
+    def scored(self) -> ShadowRows:
+        """Return what was decided since the last call."""
+        if not self._decided:
+            return _NO_SHADOWS
+        decided, self._decided = self._decided, []
+        return _shadow_rows(decided)
+
+    def _score(self, key: int, guess: _Guess) -> None:
+        tokens, offered = guess.row.source.all_token_ids, len(guess.tokens)
+        seen = tokens[guess.start : guess.start + offered]
+        if not seen:
+            return
+        pairs = enumerate(zip(guess.tokens, seen, strict=False))
+        held = next((i for i, (a, b) in pairs if a != b), len(seen))
+        told = (key, offered, held, min(held + 1, len(seen)), guess.match_tokens)
+        self._decided.append(told)
 
     def _of(self, name: str, source: Any) -> Row:
         row = self._rows.get(name)
@@ -176,7 +248,16 @@ class Rows:
             tracked.temperature = float(sampling.temperature)
             tracked.seeded = sampling.seed is not None
         indexed = self.with_ngram and source.prompt_token_ids is not None
-        return Row(source, tracked, NgramIndex() if indexed else None)
+        asked, last = tracked.speculation, source.num_prompt_tokens + source.max_tokens
+        return Row(
+            source=source,
+            tracked=tracked,
+            index=new_index() if indexed else None,
+            mask=asked.proposer_mask & self.adapter.limits.proposer_mask,
+            most_k=min(asked.max_k, self.adapter.limits.k_max),
+            # k drafts give up to k + 1 tokens.
+            last=min(last, self.most_tokens) - 1,
+        )
 
 
 _NO_SHADOWS = no_shadows()

@@ -15,12 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from parlay.engine.plugins.adapter import Adapter, Decision, StepResult
+from parlay.engine.plugins.adapter import Adapter, Decision
 from parlay.engine.plugins.step_clock import StepClock
 from parlay.engine.plugins.tracked import Standing
 from parlay.engine.plugins.vllm_ability import Ability
+from parlay.engine.plugins.vllm_report import Reports
 from parlay.engine.plugins.vllm_rows import Group, Rows
-from parlay.engine.plugins.vllm_step import Drafting, Seen, Step, endings, load_of, prompt_tokens
+from parlay.engine.plugins.vllm_step import (
+    Drafting,
+    Seen,
+    Step,
+    by_order,
+    drafting_of,
+    load_of,
+)
 from parlay.engine.plugins.vllm_uniform import uniform
 from parlay.policies.allocate import fit_plan
 from parlay.policies.types import NGRAM
@@ -41,8 +49,9 @@ class Steering:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler, self.ability, self.adapter, self.clock = scheduler, ability, adapter, clock
-        self.rows = Rows(adapter, ability.own_ngram)
+        self.rows = Rows(adapter, ability.own_ngram, scheduler.max_model_len)
         self.times = StepClock()
+        self.reports = Reports(scheduler, ability, self.rows, self.times)
         self.step_us: deque[float] = deque(maxlen=_TIMES_KEPT)
         self.policy_us: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._steps: deque[Step] = deque()
@@ -75,7 +84,7 @@ class Steering:
         start_s, drafting = self.clock(), self._next
         if not self.ability.asynchronous or drafting is None:
             return
-        for place, k in enumerate(drafting.decision.fit.verify_k.tolist()):
+        for place, k in enumerate(drafting.k):
             source = drafting.group.sources[place]
             held = source.spec_token_ids
             if held:
@@ -105,10 +114,11 @@ class Steering:
         step = self._step_of(out)
         if step is None or step.verifies is None:
             return None if step is None else Seen(step)
-        group = step.verifies.group
+        group, before = step.verifies.group, step.verifies.context
         rows, place = len(group), group.place
-        outputs = [source.num_output_tokens for source in group.sources]
-        seen = Seen(step, [0] * rows, [0] * rows, outputs)
+        if self.ability.decides_early or not group.stays:
+            before = [source.num_tokens for source in group.sources]
+        seen = Seen(step, [0] * rows, [0] * rows, before)
         invalid = getattr(out, "num_invalid_spec_tokens", None) or {}
         drawn, index = output.sampled_token_ids, output.req_id_to_index
         for name, tokens in out.scheduled_spec_decode_tokens.items():
@@ -131,7 +141,9 @@ class Steering:
         # Idleness is nobody's step.
         self._end_s = start_s if self.scheduler.running else None
         if step.verifies is not None:
-            self._report(step, step.verifies, seen, step_ms)
+            self.reports.add(seen, step.verifies, step_ms)
+        if not self.scheduler.running:
+            self.reports.settle()
         self._spent_s += self.clock() - start_s
         policy_us = self.adapter.counters.policy_us
         self.policy_us.append(policy_us - self._policy_us)
@@ -140,6 +152,7 @@ class Steering:
 
     def close(self) -> None:
         """Let go of a sidecar."""
+        self.reports.settle()
         self.adapter.close()
 
     def _plan_ahead(self, out: Any, step: Step) -> None:
@@ -159,8 +172,8 @@ class Steering:
                 unread[place] = left
         context = [source.num_tokens for source in group.sources]
         drafting = self._decide(group, context, unread, self.rows.matches(group))
-        fit = drafting.decision.fit
-        drafting.depth = int(fit.k[fit.proposer == self.ability.column].max(initial=0))
+        pairs = zip(drafting.proposer, drafting.k, strict=True)
+        drafting.depth = max((k for by, k in pairs if by == self.ability.column), default=0)
         out.num_spec_tokens_to_schedule = drafting.depth
         self._next = step.makes = drafting
 
@@ -178,8 +191,13 @@ class Steering:
                 s.num_tokens - s.num_computed_tokens if s.is_prefill_chunk else 0 for s in sources
             ]
         context = [s.num_tokens for s in sources]
-        match, lookup_ms = self._look_up(group, context)
-        drafting = self._decide(group, context, unread, match)
+        match, lookup_ms = self._look_up(group, context, unread is not None)
+        takes_view = unread or self.ability.uniform or not group.stays
+        order = None if takes_view else self.adapter.again()
+        if order is None:
+            drafting = self._decide(group, context, unread, match)
+        else:
+            drafting = by_order(group, *order, context, match)
         drafting.lookup_ms = lookup_ms
         return drafting
 
@@ -187,6 +205,7 @@ class Steering:
         self, group: Group, context: list[int], unread: list[int] | None, match: list[int]
     ) -> Drafting:
         """Ask for a decision; unread: prompt tokens left to read, None for none anywhere."""
+        self.reports.settle()
         tokens = np.array(context, np.int32)
         if self.ability.decides_early:
             tokens += np.array([row.in_flight for row in group.rows], np.int32)
@@ -201,35 +220,37 @@ class Steering:
         standing = Standing(tokens, output, prefill, room, np.array(match, np.int32))
         view = group.columns.view(standing, load_of(self.scheduler, sum(context)))
         decision = self._as_graphs_want(self.adapter.decide(view))
-        return Drafting(decision, group, [0] * len(group))
+        return drafting_of(decision, group, context)
 
     def _as_graphs_want(self, decision: Decision) -> Decision:
         if self.ability.uniform:
             uniform(decision.fit, decision.view, self.ability.column, self.ability.lengths)
         return decision
 
-    def _look_up(self, group: Group, context: list[int]) -> tuple[list[int], float]:
+    def _look_up(self, group: Group, context: list[int], prompts: bool) -> tuple[list[int], float]:
         """Return how long a match each text ends with now, and what finding it took in ms."""
         if not self.ability.own_ngram:
             return self.rows.matches(group), 0.0
         start_s = self.clock()
-        match = self.rows.read(group, context)
+        match = self.rows.read(group, context, prompts)
         return match, 1e3 * (self.clock() - start_s)
 
     def _fit_again(self, drafting: Drafting) -> None:
         """Fit a decision made before the drafter ran to what our n-gram finds after it."""
-        context = [source.num_tokens for source in drafting.group.sources]
-        match, drafting.lookup_ms = self._look_up(drafting.group, context)
-        old = drafting.decision
+        group = drafting.group
+        context = [source.num_tokens for source in group.sources]
+        prompts = True in [source.is_prefill_chunk for source in group.sources]
+        match, drafting.lookup_ms = self._look_up(group, context, prompts)
+        old = drafting.decision()
         if match != old.view.match_tokens.tolist():
             view = dataclasses.replace(old.view, match_tokens=np.array(match, np.int32))
             new = Decision(view, old.plan, old.source, fit_plan(old.plan, view))
-            drafting.decision = self._as_graphs_want(new)
+            drafting.take(self._as_graphs_want(new))
 
     def _kept(self, drafting: Drafting, names: list[str], made: list[list[int]]) -> list[list[int]]:
         """Return each request's drafts: its proposer's first k tokens."""
-        fit, group, early = drafting.decision.fit, drafting.group, self.ability.decides_early
-        ks, by, ours = fit.verify_k.tolist(), fit.proposer.tolist(), self.ability.own_ngram
+        group, early = drafting.group, self.ability.decides_early
+        ks, by, ours = drafting.k, drafting.proposer, self.ability.own_ngram
         if ours and not self.rows.full:
             pairs = zip(group.rows, by, strict=True)
             self.rows.offer(row for row, proposer in pairs if proposer != NGRAM)
@@ -259,31 +280,3 @@ class Steering:
             if step.out is out:
                 return step
         return None
-
-    def _report(self, step: Step, drafting: Drafting, seen: Seen, step_ms: float) -> None:
-        out, decision, sources = step.out, drafting.decision, drafting.group.sources
-        total, prompts = out.total_num_scheduled_tokens, prompt_tokens(out)
-        own_ms, draft_ms = step_ms - drafting.lookup_ms, 0.0
-        verify_ms, makes = own_ms, step.makes
-        if self.ability.steers_depth and makes is not None:
-            passes, rows = self.ability.passes(makes.depth), len(makes.group)
-            kv_tokens = decision.view.kv_tokens
-            verify_ms, draft_ms = self.times.split(own_ms, total, kv_tokens, prompts, passes, rows)
-        if makes is not None:
-            makes.draft_ms = draft_ms
-        result = StepResult(
-            drafted=list(map(max, drafting.drafted, seen.verified)),
-            verified=seen.verified,
-            accepted=seen.accepted,
-            emitted=[s.num_output_tokens - n for s, n in zip(sources, seen.outputs, strict=True)],
-            truncated_by=endings(self.scheduler, drafting.group),
-            draft_ms=drafting.spent_ms(self.ability.column),
-            draft_depth=drafting.depth,
-            verify_ms=verify_ms,
-            step_ms=step_ms - draft_ms + drafting.draft_ms,
-            padded_tokens=total,
-            prefill_tokens=prompts,
-        )
-        if self.ability.own_ngram:
-            result.shadow = self.rows.score()
-        self.adapter.observe(decision, result)

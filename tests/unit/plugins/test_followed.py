@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.policies.test_allocate import plan_of, view_of
 
 from parlay.engine.plugins.fitting import every_row
-from parlay.engine.plugins.followed import Fitter
+from parlay.engine.plugins.followed import Fitter, bucket_of
 from parlay.policies.allocate import fit_plan, ngram_survival
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -25,6 +25,7 @@ from parlay.policies.types import (
 )
 
 K = 6
+_SHARED = 1 << DRAFT_MODEL | 1 << MEDUSA
 SHOWN = ("proposer", "k", "verify_k")
 
 
@@ -97,6 +98,47 @@ def test_of_some_that_are_left_it_is_fitted_alike(made: tuple[Plan, BatchView], 
         for name in SHOWN:
             assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
         assert len(ours.reason) == len(ours.shadow) == len(stay)
+
+
+@given(planned(), st.integers(0, 2**32 - 1))
+def test_an_order_says_of_each_row_what_it_would_do_alone(
+    made: tuple[Plan, BatchView], seed: int
+) -> None:
+    plan, view = made
+    rng, fitter = np.random.default_rng(seed), Fitter()
+    assert not fitter.orders
+    fitter.fit(plan, view)
+    assert fitter.orders == (not (view.proposer_mask & _SHARED).any())
+    order = fitter.order(plan)
+    assert (order is not None) == fitter.orders
+    if order is None:
+        return
+    assert fitter.order(dataclasses.replace(plan)) is None  # another plan
+    ids, rows = [*range(len(view)), 70], len(view)
+    assert order.follows(ids).tolist() == [True] * rows + [False]
+    with_one = _and_a_newcomer(plan, 70)
+    for row, (proposers, lengths) in enumerate(order.rows(ids)):
+        match = int(rng.integers(0, 20))
+        room = int(view.max_k[row]) if row < rows else int(rng.integers(0, K + 3))
+        mask = view.proposer_mask[row : row + 1] if row < rows else np.array([3], np.uint8)
+        alone = view_of(
+            ids[row : row + 1], match, max_k=np.array([room], np.int32), proposer_mask=mask
+        )
+        theirs, at = fit_plan(with_one, alone), bucket_of(match)
+        k = min(lengths[at], room)
+        assert (k, proposers[at] if k else 0) == (theirs.k[0], theirs.proposer[0])
+
+
+def _and_a_newcomer(plan: Plan, name: int) -> Plan:
+    """Return the plan with one request more, of which it knows nothing."""
+
+    def longer(column: Any, last: float) -> Any:
+        return np.concatenate([column, np.full((1, *column.shape[1:]), last, column.dtype)])
+
+    last = {"request_id": name, "propensity": 1.0, "match_frailty": 1.0, "survival": -1.0}
+    names = ("proposer", "k", "shadow", "reason", *last)
+    columns = {n: longer(getattr(plan, n), last.get(n, 0)) for n in names}
+    return dataclasses.replace(plan, **columns)
 
 
 @pytest.mark.parametrize("change", ["request", "mask", "plan", "alone"])

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,9 @@ from parlay.engine.planner import LocalPlanner
 from parlay.engine.plugins import vllm_scheduler
 from parlay.engine.plugins.vllm_scheduler import steered
 from parlay.engine.plugins.vllm_steering import Steering
+from parlay.engine.sparing import SparingPlanner
+from parlay.policies.goodput import Goodput, GoodputSettings
+from parlay.policies.policy import EngineLimits
 from parlay.policies.types import (
     DRAFT_MODEL,
     NGRAM,
@@ -278,6 +282,65 @@ def test_our_ngram_is_scored_where_it_does_not_draft() -> None:
     shadows = [outcome.shadow for outcome in spy.heard if len(outcome.shadow)]
     assert shadows
     assert all((s.proposer == NGRAM).all() and (s.matched == s.observed).all() for s in shadows)
+
+
+class Slow(Goodput):
+    """A policy whose every call takes long, so that its plans serve again; hears like the Spy."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(GoodputSettings(), limits)
+        self.heard: list[StepOutcome] = []
+        self.asked = 0
+
+    def decide(self, view: BatchView) -> Plan:
+        self.asked += 1
+        time.sleep(0.002)
+        return super().decide(view)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.heard.append(outcome)
+        super().observe(outcome)
+
+    def observe_all(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.heard.extend(outcomes)
+        super().observe_all(outcomes)
+
+
+def test_steps_between_decisions_are_told_all_the_same() -> None:
+    kind: Any = steered(FakeScheduler)
+    scheduler = kind(config(method="ngram"), lambda request, k: [9] * k)
+    adapter = scheduler.parlay.adapter
+    policy = Slow(adapter.limits)
+    adapter.planner = SparingPlanner(policy, share=0.01, most_steps=8)
+    words = [1, 2, 3, 4, 5, 6]
+    requests = [scheduler.add(FakeRequest(f"r{i}", words * 3, words * (9 + i))) for i in range(3)]
+    for _ in range(20):
+        scheduler._finish(scheduler._schedule())
+    requests += [scheduler.add(FakeRequest(f"n{i}", words * 2, words * 7)) for i in range(2)]
+    hints = ({"parlay_speculate": "false"}, {"parlay_proposers": "draft_model"}, {"parlay_max_k": 1})
+    for hint in hints:
+        asked = SimpleNamespace(extra_args=hint, temperature=0.0, seed=None)
+        requests.append(scheduler.add(FakeRequest(str(hint), words * 2, words * 7, asked)))
+    scheduler.run()
+    assert all(r.all_token_ids[r.num_prompt_tokens :] == r.answer for r in requests)
+    counters = adapter.counters
+    # What is heard last is told when nobody runs any more, and waits for the next decision.
+    assert counters.steps == len(policy.heard) + len(adapter.planner._untold)
+    told = [*policy.heard, *(make() for make in adapter.planner._untold)]
+    assert policy.asked < len(told) / 2
+    assert [o.step_id for o in told] == sorted({o.step_id for o in told})
+    # Each request's first token comes before there is a decision to report on.
+    assert sum(int(o.emitted.sum()) for o in told) == sum(len(r.answer) - 1 for r in requests)
+    scheduled = sum(sum(lengths.values()) for _, lengths in scheduler.steps)
+    assert scheduled == sum(int(o.verified_k.sum()) for o in told) > 50
+    assert sum(int((o.truncated_by == Truncated.LENGTH).sum()) for o in told) == len(requests)
+    assert all((o.accepted <= o.verified_k).all() for o in told)
+    lengths = {name: k for _, ks in scheduler.steps for name, k in sorted(ks.items()) if k}
+    assert lengths.keys() & set(map(str, hints)) == {str(hints[2])}
+    assert lengths[str(hints[2])] == 1
+    ends = {int(i): o for o in told for i in o.request_id[o.truncated_by > 0]}
+    assert len(ends) == len(requests)
+    assert counters.drafted[NGRAM] == scheduled
 
 
 def test_one_k_for_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
