@@ -33,7 +33,7 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
-_FULL = 3
+_FULL = 6
 """Each prompt is asked as often as it takes to keep a batch full for most of the time."""
 
 Speeds = Mapping[int, Mapping[str, Sequence[float]]]

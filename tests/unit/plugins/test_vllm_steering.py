@@ -317,7 +317,11 @@ def test_steps_between_decisions_are_told_all_the_same() -> None:
     for _ in range(20):
         scheduler._finish(scheduler._schedule())
     requests += [scheduler.add(FakeRequest(f"n{i}", words * 2, words * 7)) for i in range(2)]
-    hints = ({"parlay_speculate": "false"}, {"parlay_proposers": "draft_model"}, {"parlay_max_k": 1})
+    hints = (
+        {"parlay_speculate": "false"},
+        {"parlay_proposers": "draft_model"},
+        {"parlay_max_k": 1},
+    )
     for hint in hints:
         asked = SimpleNamespace(extra_args=hint, temperature=0.0, seed=None)
         requests.append(scheduler.add(FakeRequest(str(hint), words * 2, words * 7, asked)))
