@@ -126,10 +126,16 @@ class Acceptance:
 
     def frailty(self, rows: Array) -> Array:
         """Return f64 [rows, PROPOSERS]: what multiplies the hazards of each request."""
-        tasks = self._table.task_of[rows]
-        strength = self._strength.of
-        prior = strength * self._task_frailty()[tasks]
-        rejected, expected = self._table.request.take(rows, axis=1)
+        strength, table = self._strength.of, self._table
+        if len(rows) == 1:
+            row, task = int(rows[0]), int(table.task_of[rows[0]])
+            rejected, expected = table.task[:, task] + table.others[:, task]
+            prior = strength * ((TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected))
+            rejected, expected = table.request[:, row]
+            one: Array = ((prior + rejected) / (strength + expected))[None]
+            return one
+        prior = strength * self._task_frailty()[table.task_of[rows]]
+        rejected, expected = table.request.take(rows, axis=1)
         frailty: Array = (prior + rejected) / (strength + expected)
         return frailty
 
@@ -151,6 +157,8 @@ class Acceptance:
         only: of one proposer, [rows, 1, K].
         """
         first, end = NGRAM, PROPOSERS if self.heads else MEDUSA
+        if len(frailty) == 1 and only is None:
+            return self._survival_of_one(frailty[0], int(match_tokens[0]), end)
         if only is not None:
             first, end = only, only + 1
         # Places before rows, as the solver wants them.
@@ -171,6 +179,17 @@ class Acceptance:
         for place in range(1, self.k_max):  # numpy's own accumulation takes three times as long
             np.multiply(some[:, place], some[:, place - 1], out=some[:, place])
         return hold.transpose(2, 0, 1)
+
+    def _survival_of_one(self, frailty: Array, match_tokens: int, end: int) -> Array:
+        """Do what `survival` does for a batch of one, whose arrays would be mostly overhead."""
+        hold = np.zeros((1, PROPOSERS, self.k_max), np.float32)
+        bucket = bisect_right(MATCH_EDGES, match_tokens)
+        some = self._hazard.take([bucket, *range(BUCKETS, BUCKETS + end - DRAFT_MODEL)], axis=0)
+        some *= frailty[NGRAM:end, None].astype(np.float32)
+        some = 1.0 - np.minimum(some, HAZARD_CEILING)
+        some[0] *= bucket > 0
+        np.multiply.accumulate(some, axis=1, out=hold[0, NGRAM:end])
+        return hold
 
     def match_hazard(self) -> Array:
         """Return f32 [match buckets, K] for the plan."""

@@ -27,6 +27,8 @@ _LEAST_SHARE = 0.05
 LEAST_MS, MOST_MS = 1e-4, 1e7
 """What lies outside is no time of a step, but a clock gone wrong."""
 _PREFILL_MOST = 64
+_SHORT = 64
+"""Of so few prices, to look whether they rise takes longer than to make them."""
 
 _SURPRISE_PRIOR = 16.0
 _SURPRISE_DISCOUNT = 0.98
@@ -210,7 +212,7 @@ class StepTime:
         host, host_token = self.overhead.weights(self._scale()).tolist()
         line += host_token / TOKENS_UNIT * tokens + host
         line = np.maximum(line, 1e-6)
-        if (line[1:] < line[:-1]).any():
+        if len(line) < _SHORT or (line[1:] < line[:-1]).any():
             np.maximum.accumulate(line, out=line)
         return line
 

@@ -204,6 +204,8 @@ class Goodput:
         _, ids, lag = before if before[0] == outcome.step_id else last
         if ids.tobytes() != outcome.request_id.tobytes():
             drafts = np.isin(ids, outcome.request_id[drafts])
+        if len(lag) == 1:
+            return float(behind(lag)[0]) if drafts[0] else 0.0
         return float(behind(lag[drafts]).sum())
 
     def _plan(

@@ -84,6 +84,8 @@ def usable(view: BatchView, survival: Array, only: int | None = None) -> Array:
 
     only: survival is of one proposer, [rows, 1, K].
     """
+    if len(view) == 1 and only is None:
+        return _usable_of_one(view, survival)
     allowed = (view.proposer_mask >> _COLUMNS) & 1
     limit = allowed * np.where(view.prefill_tokens > 0, 0, view.max_k)
     there = slice(NGRAM, PROPOSERS if allowed[MEDUSA].any() else MEDUSA)
@@ -93,6 +95,16 @@ def usable(view: BatchView, survival: Array, only: int | None = None) -> Array:
     found = np.zeros(survival.shape[1:] + survival.shape[:1])
     np.multiply(survival.transpose(1, 2, 0)[there], reach, out=found[there])
     return found.transpose(2, 0, 1)
+
+
+def _usable_of_one(view: BatchView, survival: Array) -> Array:
+    """Do what `usable` does for a batch of one, whose arrays would be mostly overhead."""
+    found, allowed = survival.astype(float), int(view.proposer_mask[0])
+    found[:, :, 0 if view.prefill_tokens[0] > 0 else max(int(view.max_k[0]), 0) :] = 0.0
+    for proposer in range(PROPOSERS):
+        if not (allowed >> proposer) & 1:
+            found[0, proposer] = 0.0
+    return found
 
 
 def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:
@@ -207,9 +219,7 @@ def _batch(survival: Array, costs: StepCosts, emits: float) -> _Batch:
 
 def _headless(batch: _Batch) -> _Batch:
     """Return the batch as if Medusa were not there."""
-    survival = batch.survival.copy()
-    survival[MEDUSA] = 0.0
-    return replace(batch, survival=survival, heads=False)
+    return replace(batch, survival=batch.survival[:MEDUSA], heads=False)
 
 
 def _best_for_one(survival: Array, costs: StepCosts, emits: float) -> Allocation:

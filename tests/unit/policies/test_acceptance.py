@@ -390,3 +390,19 @@ def test_told_at_once_or_alone_a_single_step_teaches_the_same() -> None:
         together.observe_all([(outcome, None)])
     for name, array in single.state().items():
         np.testing.assert_allclose(together.state()[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+@pytest.mark.parametrize("match_tokens", [0, 1, 5, 40])
+def test_a_batch_of_one_is_foretold_what_it_is_among_others(heads: bool, match_tokens: int) -> None:
+    learner, rng = Acceptance(6, heads), np.random.default_rng(match_tokens)
+    ids = np.arange(1, 4)
+    for _ in range(50):
+        k = rng.integers(1, 6, 3)
+        learner.observe(outcome_of(ids, rng.integers(1, 4, 3), k, rng.integers(0, k + 1), 5))
+    both = learner.rows_of(ids[:2], np.full(2, 7))
+    match = np.full(2, match_tokens)
+    among, alone = learner.frailty(both), learner.frailty(both[:1])
+    np.testing.assert_array_equal(alone, among[:1])
+    survival = learner.survival(among, match)
+    np.testing.assert_array_equal(learner.survival(alone, match[:1]), survival[:1])

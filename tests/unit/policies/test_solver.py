@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parlay.policies.solver import StepCosts, _first, best_plan, priced
+from parlay.policies.solver import StepCosts, _first, best_plan, priced, usable
+from parlay.policies.synthetic import History
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM, NONE, PROPOSERS, Array
 
 
@@ -221,3 +222,18 @@ def test_where_rows_are_padded_one_row_goes_less_deep_ahead_of_the_others() -> N
     assert dear.step_ms == pytest.approx(verify_ms[dear.k.sum()] + 0.05 * rows_short)
     as_before = priced(survival, padded, 16.0, free.proposer, free.k, 0.0)
     assert dear.ms_per_token < as_before.ms_per_token
+
+
+@pytest.mark.parametrize("prefill", [0, 7])
+@pytest.mark.parametrize("mask", [0b0001, 0b0111, 0b1011])
+@pytest.mark.parametrize("max_k", [0, 2, 9])
+def test_a_batch_of_one_may_draft_what_it_may_among_others(
+    prefill: int, mask: int, max_k: int
+) -> None:
+    survival = random_survival(np.random.default_rng(0), 1, 4, [NGRAM, DRAFT_MODEL, MEDUSA])
+    two = History(2).view()
+    two.prefill_tokens[:], two.proposer_mask[:], two.max_k[:] = prefill, mask, max_k
+    one = History(1).view()
+    one.prefill_tokens[:], one.proposer_mask[:], one.max_k[:] = prefill, mask, max_k
+    among = usable(two, np.concatenate([survival, survival]))
+    np.testing.assert_array_equal(usable(one, survival), among[:1])
