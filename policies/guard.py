@@ -12,7 +12,7 @@ drafts do not even ask the wrapped policy, which observes every step all the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -117,6 +117,20 @@ class Guard:
     def observe(self, outcome: StepOutcome) -> None:
         """Let the wrapped policy learn, then learn what the step says of its gain."""
         self.policy.observe(outcome)
+        self._measure(outcome)
+
+    def observe_all(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn from some steps at once, where the wrapped policy can."""
+        at_once = getattr(self.policy, "observe_all", None)
+        if at_once is not None:
+            at_once(outcomes)
+        for outcome in outcomes:
+            if at_once is None:
+                self.policy.observe(outcome)
+            self._measure(outcome)
+
+    def _measure(self, outcome: StepOutcome) -> None:
+        """Learn what a step says of the gain."""
         if not (1e-4 <= outcome.step_ms <= 1e7):
             return
         ms = self._ledger.tick(outcome.step_id, outcome.step_ms)

@@ -12,7 +12,7 @@ staircase of token counts, and a task that begins to accept otherwise is forgott
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -122,6 +122,15 @@ class Pilot:
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from one finished step."""
         self.core.observe(outcome)
+        self._note(outcome)
+
+    def observe_all(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn from some finished steps at once, which takes less time."""
+        self.core.observe_all(outcomes)
+        for outcome in outcomes:
+            self._note(outcome)
+
+    def _note(self, outcome: StepOutcome) -> None:
         self.staircase.observe(outcome)
         for task, proposer in self.changes.found():
             rows = min(_FORGET_ROWS * len(outcome), _FORGET_MOST)
@@ -141,7 +150,7 @@ class Pilot:
             self._waited[at] = np.where(drafted, 0, self._waited[at] + 1)
 
     def _note_one(self, outcome: StepOutcome) -> None:
-        """Do what `observe` does at its end for a batch of one, whose arrays would be overhead."""
+        """Do what `_note` does at its end for a batch of one, whose arrays would be overhead."""
         if (emitted := int(outcome.emitted[0])) > 0:
             old, pace, kept = (
                 float(self._pace_ms[0]),

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from tests.unit.policies.synthetic import LIMITS, make_request, play, view_of
 
-from parlay.policies.guard import Guard
+from parlay.policies.guard import Guard, guarded
 from parlay.policies.pilot import Pilot, PilotSettings
-from parlay.policies.policy import Policy, make_policy
+from parlay.policies.policy import Policy, Stateless, make_policy
+from parlay.policies.synthetic import LIMITS as SYNTHETIC
+from parlay.policies.synthetic import History
 from parlay.policies.types import Array, BatchView, Plan, StepOutcome
 
 TAGS = ["edit", "chat", "logs", "hostile"] * 2
@@ -178,3 +180,40 @@ def test_plans_say_who_made_them() -> None:
     view = view_of([make_request(1, n, "chat") for n in range(3)], 0)
     plan = unguarded().decide(view)
     assert plan.policy_version == "pilot/1"
+
+
+def test_steps_told_at_once_are_measured_by_the_guard_and_teach_the_paces() -> None:
+    single, together = (make_policy("pilot", {}, SYNTHETIC) for _ in range(2))
+    assert isinstance(single, Guard)
+    assert isinstance(together, Guard)
+    history = History(4)
+    for _ in range(30):
+        told = []
+        for _ in range(4):
+            plan = single.decide(history.view())
+            together.decide(history.view())
+            told.append(history.step(plan))
+            single.observe(told[-1])
+        together.observe_all(told)
+    assert together.report().elapsed_s == pytest.approx(single.report().elapsed_s)
+    assert single.report().elapsed_s > 0.5
+    paces = [p.policy._pace_ms for p in (single, together) if isinstance(p.policy, Pilot)]
+    np.testing.assert_allclose(paces[1], paces[0], rtol=0.2)
+
+
+def test_a_guard_tells_a_policy_that_hears_one_step_at_a_time_so() -> None:
+    heard = []
+
+    class One(Stateless):
+        name = "one"
+
+        def decide(self, view: BatchView) -> Plan:
+            return make_policy("none", None, SYNTHETIC).decide(view)
+
+        def observe(self, outcome: StepOutcome) -> None:
+            heard.append(outcome.step_id)
+
+    history, guard = History(2), guarded(One())
+    told = [history.step(guard.decide(history.view())) for _ in range(3)]
+    guard.observe_all(told)
+    assert heard == [outcome.step_id for outcome in told]
