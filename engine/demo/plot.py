@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from parlay.engine.demo.stats import ADAPTIVE
 from parlay.policies.types import PROPOSERS, Array, Proposer
 
 BINS = 600
+_LEAST_ROOM = 0.01
+"""Of the whole, between two names."""
 _COLOURS = ("#c8c8c8", "#3b7dd8", "#e08a1e", "#5aa469")
 
 
@@ -60,10 +63,14 @@ def plot(run: DemoRun, path: Path) -> None:
 
 
 def _mark(top: Any, bottom: Any, marks: list[tuple[float, str]]) -> None:
-    """Draw where each cell begins; its name stands upright at the foot."""
+    """Draw where each cell begins; its name stands upright at the foot, where there is room."""
+    room, last = _LEAST_ROOM * marks[-1][0] if marks else 0.0, -math.inf
     for at, name in marks:
         for axes in (top, bottom):
             axes.axvline(at, color="black", linewidth=0.3)
+        if at - last < room:
+            continue
+        last = at
         top.text(at, 0.02, f" {name}", rotation=90, fontsize=6, verticalalignment="bottom")
 
 
