@@ -22,7 +22,7 @@ from parlay.policies.acceptance_rows import TASKS, Rows
 from parlay.policies.allocate import HAZARD_CEILING
 from parlay.policies.counts import Counts
 from parlay.policies.evidence import Draft, Drafts, draft_of, drafts_of, merged
-from parlay.policies.strength import Strength, lean
+from parlay.policies.strength import Number, Strength, lean
 from parlay.policies.types import (
     DRAFT_MODEL,
     MATCH_EDGES,
@@ -70,6 +70,12 @@ def channel_of(proposer: Array, match_tokens: Array) -> Array:
     """Return the channel of each row; meaningless where proposer is NONE."""
     other = BUCKETS + proposer.astype(np.intp) - DRAFT_MODEL
     return np.where(proposer == NGRAM, match_bucket(match_tokens), other)
+
+
+def _level(rejected: Number, expected: Number) -> Number:
+    """Return the frailty of a task of so many rejections and expected ones."""
+    level: Number = (TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected)
+    return level
 
 
 class Acceptance:
@@ -130,7 +136,7 @@ class Acceptance:
         if len(rows) == 1:
             row, task = int(rows[0]), int(table.task_of[rows[0]])
             rejected, expected = table.task[:, task] + table.others[:, task]
-            prior = strength * ((TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected))
+            prior = strength * _level(rejected, expected)
             rejected, expected = table.request[:, row]
             one: Array = ((prior + rejected) / (strength + expected))[None]
             return one
@@ -263,9 +269,7 @@ class Acceptance:
         task = int(self._table.task_of[row])
         own = self._table.task[:, task, proposer]
         (rejections, hazards), others = own.tolist(), self._table.others[:, task, proposer].tolist()
-        task_frailty = (TASK_STRENGTH + (rejections + others[0])) / (
-            TASK_STRENGTH + (hazards + others[1])
-        )
+        task_frailty = _level(rejections + others[0], hazards + others[1])
         rejected, expected = self._table.request[:, row, proposer].tolist()
         strength = float(self._strength.of[proposer])
         prior, known = strength * task_frailty + rejected, strength + expected
@@ -388,8 +392,7 @@ class Acceptance:
 
     def _task_frailty(self) -> Array:
         rejected, expected = self._table.in_all
-        frailty: Array = (TASK_STRENGTH + rejected) / (TASK_STRENGTH + expected)
-        return frailty
+        return _level(rejected, expected)
 
     def state(self) -> dict[str, Array]:
         """Return everything that later estimates depend on."""

@@ -137,9 +137,9 @@ class StepTime:
     def observe(self, outcome: StepOutcome, catch_up_tokens: float) -> None:
         """Learn from a step, in which the draft model caught up `catch_up_tokens` of KV."""
         tokens, pads = float(outcome.padded_tokens), _padding(outcome)
-        drafted = _drafted_by(outcome, DRAFT_MODEL)
+        drafted, by_heads = _drafted_by(outcome, DRAFT_MODEL), _drafted_by(outcome, MEDUSA)
         passes = (float(outcome.draft_depth), drafted, catch_up_tokens)
-        self._compare(outcome, pads, passes)
+        self._compare(outcome, pads, passes, by_heads)
         if tokens >= 1.0 and outcome.prefill_tokens <= _PREFILL_MOST:
             x = np.array([1.0, tokens / TOKENS_UNIT])
             if LEAST_MS <= outcome.verify_ms <= MOST_MS:
@@ -150,7 +150,7 @@ class StepTime:
             self.overhead.add(x, max(rest, 1e-3 * outcome.verify_ms))
         if outcome.draft_depth > 0 and drafted > 0:
             self.draft.add(np.array(passes), float(outcome.draft_ms[DRAFT_MODEL]))
-        if (by_heads := _drafted_by(outcome, MEDUSA)) > 0:
+        if by_heads > 0:
             self.heads.add(np.array((1.0, by_heads)), float(outcome.draft_ms[MEDUSA]))
         looked_up = _drafted_by(outcome, NGRAM)
         spent = float(outcome.draft_ms[NGRAM])
@@ -158,11 +158,16 @@ class StepTime:
             self.ngram_token_ms += 0.05 * (min(spent / looked_up, 1.0) - self.ngram_token_ms)
 
     def _compare(
-        self, outcome: StepOutcome, pads: float, passes: tuple[float, float, float]
+        self,
+        outcome: StepOutcome,
+        pads: float,
+        passes: tuple[float, float, float],
+        by_heads: float,
     ) -> None:
         """Note by how much a step took longer than these lines say, with drafts and without.
 
-        passes: of the draft model; tokens drafted in them; tokens caught up.
+        passes: of the draft model; tokens drafted in them; tokens caught up. by_heads: tokens that
+        Medusa drafted.
         """
         if outcome.prefill_tokens or not self.started or not outcome.padded_tokens:
             return
@@ -173,7 +178,7 @@ class StepTime:
         if outcome.draft_depth > 0:
             each_ms = self.draft.weights(self._scale()).tolist()
             expected_ms += sum(n * ms for n, ms in zip(passes, each_ms, strict=True))
-        if (by_heads := _drafted_by(outcome, MEDUSA)) > 0:
+        if by_heads > 0:
             a_pass, a_token = self.heads.weights(self._scale()).tolist()
             expected_ms += a_pass + by_heads * a_token
         surprise = math.log(outcome.step_ms / expected_ms)

@@ -356,3 +356,33 @@ def test_deciding_costs_a_few_microseconds_more() -> None:
 def test_settings_are_checked(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"guard: {next(iter(bad))}"):
         dataclasses.replace(GuardSettings(), **bad)  # type: ignore[arg-type]
+
+
+class Expects(AlwaysDrafts):
+    """Expects to double the goodput, but of every seventh plan nothing."""
+
+    @property
+    def expected_gain(self) -> float:
+        return 1.0 if self.decided % 7 == 0 else 2.0
+
+
+def test_one_plan_that_expects_nothing_does_not_begin_a_pair() -> None:
+    guard = guarded(Expects())
+    ran = run(guard, np.full(60, 2.0), 0)
+    assert guard.report().probes == 0
+    assert ran.treated[20:].all()
+
+
+def test_a_pair_waits_for_prompts_to_be_read_but_not_for_ever() -> None:
+    def first_plain(prompts: int) -> int:
+        guard = guarded(AlwaysDrafts())
+        for step in range(200):
+            view = dataclasses.replace(view_of(4, step), prefill_tokens=np.zeros(4, np.int32))
+            view.prefill_tokens[0] = 512 if step < prompts else 0
+            if (guard.decide(view).proposer == NONE).all() or guard._at.phase:
+                return step
+        return 200
+
+    assert first_plain(0) < 10
+    assert 20 <= first_plain(20) < 30
+    assert 60 < first_plain(200) < 80
