@@ -24,6 +24,7 @@ from parlay.sim.load import arrivals_of
 from parlay.sim.oracle import clairvoyant, hazard_oracle
 from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
+from parlay.sim.speed import Speed, stages_of
 from parlay.sim.tally import Episode
 
 ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
@@ -46,7 +47,6 @@ _GATES = [
 _TUNING_SEED = 1_000_003
 _TUNING_STEPS = (150, 600)
 _TUNING_WARM_UP, _KEPT = 50, 6
-_BLOCKS, _RESAMPLES = 20, 1000
 _AT_ONCE = 8
 """Episodes side by side; more are hardly quicker, and news of them comes later."""
 
@@ -65,8 +65,8 @@ class Job:
 class Row:
     """How one policy did in one scenario; nan where there is nothing to compare with.
 
-    ci95: of ratio_to_none. goodput: tokens per second. drafting: share of the time. what: the
-    setting that was tuned.
+    ci95: of ratio_to_none. goodput: tokens per second, at equal work where the load changes
+    (`speed.py`). drafting: share of the time. what: the setting that was tuned.
     """
 
     scenario: str
@@ -173,8 +173,10 @@ def tune(scenario: Scenario, choices: Sequence[str], workers: int) -> str:
         # Statics learn nothing: their warm-up only mixes the requests' ages.
         warm_up = min(scenario.warm_up_steps, _TUNING_WARM_UP)
         short = dataclasses.replace(short, runs=1, warm_up_steps=warm_up)
-        jobs = [Job(short, choice, _TUNING_SEED, short.steps) for choice in left]
-        speeds = [episode.goodput for episode in run_all(jobs, workers)]
+        jobs = [Job(short, choice, _TUNING_SEED, short.steps) for choice in (NONE, *left)]
+        none, *found = run_all(jobs, workers)
+        speed = Speed(stages_of(short, short.steps), [none])
+        speeds = [speed([episode]) for episode in found]
         ranked = sorted(zip(speeds, left, strict=True), reverse=True)
         left = [choice for _, choice in ranked[:_KEPT]]
     return left[0]
@@ -207,14 +209,18 @@ def judge(
     started(len(jobs))
     found = dict(zip(keys, run_all(jobs, workers, done), strict=True))
     episodes = {name: [found[name, seed] for seed in seeds] for name in asked}
-    return [_row(scenario.name, name, episodes, named.get(name, "")) for name in asked], episodes
+    speed = Speed(stages_of(short, steps), episodes[NONE])
+    rows = [_row(scenario.name, name, episodes, speed, named.get(name, "")) for name in asked]
+    return rows, episodes
 
 
-def _row(scenario: str, policy: str, episodes: Mapping[str, list[Episode]], what: str) -> Row:
+def _row(
+    scenario: str, policy: str, episodes: Mapping[str, list[Episode]], speed: Speed, what: str
+) -> Row:
     own = episodes[policy]
 
     def against(name: str) -> float:
-        return _goodput(own) / _goodput(episodes[name]) if name in episodes else float("nan")
+        return speed(own) / speed(episodes[name]) if name in episodes else float("nan")
 
     tpot = np.concatenate([e.tpot_ms for e in own]) if any(e.tpot_ms for e in own) else [np.nan]
     ttft = np.concatenate([e.ttft_s for e in own]) if any(e.ttft_s for e in own) else [np.nan]
@@ -222,13 +228,13 @@ def _row(scenario: str, policy: str, episodes: Mapping[str, list[Episode]], what
     return Row(
         scenario=scenario,
         policy=policy,
-        goodput=_goodput(own),
+        goodput=speed(own),
         ratio_to_none=against(NONE),
         ratio_to_best_static=against(BEST_STATIC),
         ratio_to_best_ngram_gate=against(BEST_GATE),
         share_of_hazard_oracle=against("hazard_oracle"),
         share_of_filtering_oracle=against("filtering_oracle"),
-        ci95=interval(own, episodes[NONE]),
+        ci95=speed.interval(own, episodes[NONE]),
         mean_k=sum(float(e.bucket_k.sum()) for e in own) / max(rows, 1.0),
         drafting=sum(e.draft_s for e in own) / sum(e.step_s for e in own),
         tpot_p50_ms=float(np.percentile(tpot, 50)),
@@ -237,31 +243,6 @@ def _row(scenario: str, policy: str, episodes: Mapping[str, list[Episode]], what
         ttft_p99_s=float(np.percentile(ttft, 99)),
         what=what,
     )
-
-
-def _goodput(episodes: Iterable[Episode]) -> float:
-    tokens, time_s = zip(*((e.tokens, e.step_s) for e in episodes), strict=True)
-    return float(sum(tokens) / sum(time_s))
-
-
-def interval(own: Sequence[Episode], other: Sequence[Episode]) -> tuple[float, float]:
-    """Return the 95% interval of a ratio of goodputs, by a paired block bootstrap.
-
-    Blocks of consecutive steps of one seed are drawn together for both, since requests of one step
-    share its time and neighbouring steps share their requests.
-    """
-
-    def blocks(episodes: Sequence[Episode]) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.concatenate([e.bucket_tokens.reshape(_BLOCKS, -1).sum(1) for e in episodes])
-        time_s = np.concatenate([e.bucket_s.reshape(_BLOCKS, -1).sum(1) for e in episodes])
-        return tokens, time_s
-
-    (a, a_s), (b, b_s) = blocks(own), blocks(other)
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(a), (_RESAMPLES, len(a)))
-    ratio = a[drawn].sum(1) / a_s[drawn].sum(1) / (b[drawn].sum(1) / b_s[drawn].sum(1))
-    low, high = np.percentile(ratio, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def as_json(rows: Iterable[Row]) -> dict[str, object]:

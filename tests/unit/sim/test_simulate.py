@@ -2,7 +2,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from parlay.policies.cli import run as parlay
@@ -11,13 +10,11 @@ from parlay.sim.simulate import (
     BEST_GATE,
     BEST_STATIC,
     as_json,
-    interval,
     judge,
     maker,
     parse_policy,
     tune,
 )
-from parlay.sim.tally import Episode
 
 SMALL = """
 title = "Two people chat"
@@ -32,30 +29,6 @@ COLUMNS = {
     "scenario", "policy", "ratio_to_none", "ratio_to_best_static", "share_of_hazard_oracle",
     "share_of_filtering_oracle", "ci95",
 }  # fmt: skip
-
-
-def episode(tokens: np.ndarray, time_s: np.ndarray) -> Episode:
-    return Episode(int(tokens.sum()), float(time_s.sum()), bucket_tokens=tokens, bucket_s=time_s)
-
-
-def test_an_interval_covers_the_ratio_and_narrows_with_the_noise() -> None:
-    rng = np.random.default_rng(3)
-    widths = []
-    for noise in (0.2, 0.02):
-        time_s = np.exp(noise * rng.standard_normal(200))
-        own = episode(np.full(200, 12.0), time_s)
-        other = episode(np.full(200, 10.0), np.exp(noise * rng.standard_normal(200)))
-        low, high = interval([own], [other])
-        assert low < 1.2 < high
-        widths.append(high - low)
-    assert widths[1] < 0.3 * widths[0]
-
-
-def test_blocks_are_drawn_together_so_that_shared_noise_cancels() -> None:
-    time_s = np.exp(np.random.default_rng(4).standard_normal(200))
-    own, other = episode(np.full(200, 12.0), time_s), episode(np.full(200, 10.0), time_s)
-    low, high = interval([own], [other])
-    assert high - low < 1e-9
 
 
 def test_tuning_finds_the_proposer_that_fits() -> None:
