@@ -1,4 +1,4 @@
-"""The default policy: learned hazards and step times, and the plan that emits most per ms.
+"""Learned hazards and step times, and the plan that emits most tokens per ms: the core of `pilot`.
 
 Optimistic where it knows nothing. A proposer that the plans leave alone is tried again in short
 blocks over the whole batch (probing one request at a time teaches too little, for the passes of a

@@ -19,6 +19,8 @@ from parlay.policies.policy import registry
 from parlay.sim.bar import Bar
 from parlay.sim.costs import load_costs
 from parlay.sim.counterfactual import read_traces
+from parlay.sim.decompose import Part
+from parlay.sim.decompose import decompose as taken_apart
 from parlay.sim.laws import is_fitted
 from parlay.sim.load import check_trace
 from parlay.sim.report import Result, write_report
@@ -60,6 +62,9 @@ def simulate(
     ] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report in here.")] = None,
+    decompose: Annotated[
+        bool, typer.Option(help="Also say which parts of pilot lose what against the oracle.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes (0: one a core).")] = 0,
 ) -> None:
     """Run policies on scenarios against no speculation, tuned statics and oracles."""
@@ -72,16 +77,21 @@ def simulate(
     for path in (json_path, page):
         if path is not None:
             check_writable(path)
-    console, results = Console(), list[Result]()
+    console, results, parts = Console(), list[Result](), list[Part]()
+    at_once = workers or os.cpu_count() or 1
     with Bar(console, *_COLUMNS) as bar:
         for one in chosen:
             count = steps or (max(one.steps // QUICK_SHARE, 20) if quick else one.steps)
             seeded = range(1, 1 + (QUICK_SEEDS if quick else seeds))
-            results.append(_judged(one, policies, seeded, count, workers, bar))
+            results.append(_judged(one, policies, seeded, count, at_once, bar))
             bar.print(_table(one, results[-1].rows))
+            if decompose:
+                parts += _taken_apart(one, seeded, count, at_once, bar)
+                bar.print(_parts_table(one, parts))
     every = [row for result in results for row in result.rows]
     if json_path is not None:
-        write_json(json_path, as_json(every))
+        more = {"parts": [dataclasses.asdict(part) for part in parts]} if decompose else {}
+        write_json(json_path, {**as_json(every), **more})
     if report is not None:
         console.print(f"report: {write_report(report, results)}")
 
@@ -101,11 +111,43 @@ def _judged(
         policies,
         seeds,
         steps,
-        workers or os.cpu_count() or 1,
+        workers,
         started=lambda total: bar.update(line, scenario.name, total),
         done=lambda _: bar.update(line, advance=1),
     )
     return Result(scenario, rows, episodes)
+
+
+def _taken_apart(
+    scenario: Scenario, seeds: range, steps: int, workers: int, bar: Bar
+) -> list[Part]:
+    """Take pilot apart on one scenario under a line of the bar."""
+    line = bar.add(f"{scenario.name}: pilot's parts")
+    return taken_apart(
+        scenario,
+        seeds,
+        steps,
+        workers,
+        started=lambda total: bar.update(line, f"{scenario.name}: pilot's parts", total),
+        done=lambda _: bar.update(line, advance=1),
+    )
+
+
+def _parts_table(scenario: Scenario, parts: list[Part]) -> Table:
+    table = Table(
+        title=f"{scenario.name}: what pilot would gain without each fault",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("part", no_wrap=True)
+    for name in ("gain %", "95% interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part in parts:
+        if part.scenario == scenario.name:
+            low, high = (f"{100.0 * (end - 1.0):+.1f}" for end in part.ci95)
+            table.add_row(part.part, f"{100.0 * (part.ratio - 1.0):+.1f}", f"{low} to {high}")
+    return table
 
 
 def _policies(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from scipy.special import expit, logit
 from scipy.stats import norm
 
 from parlay.policies.policy import EngineLimits
-from parlay.policies.types import NGRAM, PROPOSERS, Array, BatchView, Plan, StepOutcome
+from parlay.policies.types import NGRAM, PROPOSERS, Array, BatchView, StepOutcome
 from parlay.sim.backend import SimBackend
 from parlay.sim.latent import (
     COLD_TOKENS,
@@ -123,12 +123,12 @@ class FilteringOracle(Oracle):
         self._match = np.zeros(0, np.int32)
         self._rows: dict[int, int] = {}
 
-    def decide(self, view: BatchView) -> Plan:
-        """Take the match lengths of now, then plan."""
+    def expected(self, view: BatchView) -> Array:
+        """Take the match lengths of now, then say what can be known."""
         self._match = view.match_tokens
         rows = self._rows_of(view.request_id)
         self.filter.match_seen(rows, view.match_tokens)
-        return super().decide(view)
+        return super().expected(view)
 
     def _survival(self, rows: Array, at: Array) -> Array:
         out = self.filter.expected(rows, at)

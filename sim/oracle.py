@@ -49,15 +49,17 @@ class Oracle(Stateless):
         self, name: str, backend: SimBackend, limits: EngineLimits, survival: Survival
     ) -> None:
         self.name, self.backend, self.limits, self.survival = name, backend, limits, survival
-        self._tokens, self._ms = 0.0, 0.0
+        self._spent: dict[int, tuple[float, float]] = {}
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Keep what an emitted token takes in the long run: that is what it is worth.
+        """Keep what an emitted token takes in the long run at such a load: that is its worth.
 
         Time for prompts is left out: every token brings the next prompt nearer by as much.
         """
-        self._tokens = _FADING * self._tokens + float(outcome.emitted.sum())
-        self._ms = _FADING * self._ms + max(outcome.step_ms - self._prompts_ms(outcome), 0.0)
+        tokens, ms = self._spent.get(load := _load(len(outcome)), (0.0, 0.0))
+        tokens = _FADING * tokens + float(outcome.emitted.sum())
+        ms = _FADING * ms + max(outcome.step_ms - self._prompts_ms(outcome), 0.0)
+        self._spent[load] = tokens, ms
 
     def _prompts_ms(self, outcome: StepOutcome) -> float:
         if not outcome.prefill_tokens:
@@ -68,11 +70,16 @@ class Oracle(Stateless):
         without = time(Work(alone, rows, kv)).verify_ms
         return time(Work(outcome.padded_tokens, rows, kv)).verify_ms - without
 
+    def expected(self, view: BatchView) -> Array:
+        """Return f64 [rows, PROPOSERS, K]: P(first j hold), as far as it is known."""
+        rows = np.array([self.backend.rows[int(i)] for i in view.request_id], np.intp)
+        return self.survival(rows, view.output_tokens.astype(np.intp))
+
     def decide(self, view: BatchView) -> Plan:
         """Return the best plan found among those that leave some proposers out."""
-        rows = np.array([self.backend.rows[int(i)] for i in view.request_id], np.intp)
-        survival = usable(view, self.survival(rows, view.output_tokens.astype(np.intp)))
-        value_ms = self._ms / self._tokens if self._tokens else None
+        survival = usable(view, self.expected(view))
+        tokens, ms = self._spent.get(_load(len(view)), (0.0, 0.0))
+        value_ms = ms / tokens if tokens else None
         best = best_true_plan(self.backend, view, survival, self.limits, value_ms)
         n = len(view)
         reason = np.where(best.k > 0, Reason.BEST_GOODPUT, Reason.NO_GAIN).astype(np.uint8)
@@ -86,6 +93,11 @@ class Oracle(Stateless):
             step_id=view.step_id,
             policy_version=f"{self.name}/1",
         )
+
+
+def _load(rows: int) -> int:
+    """Return the octave of a number of requests at once."""
+    return rows.bit_length()
 
 
 def latents_of(backend: SimBackend) -> Latents:

@@ -24,6 +24,8 @@ COLUMNS: Sequence[tuple[str, str, str, str]] = (
     ("ci95", "goodput over that of", "95% interval", "{:.3f}"),
     ("ratio_to_best_static", "goodput over that of", "best static", "{:.3f}"),
     ("ratio_to_best_ngram_gate", "goodput over that of", "best n-gram gate", "{:.3f}"),
+    ("ratio_to_best_published", "goodput over that of", "best published", "{:.3f}"),
+    ("published_ci95", "goodput over that of", "its 95% interval", "{:.3f}"),
     ("share_of_hazard_oracle", "share of an oracle's", "hazard", "{:.3f}"),
     ("share_of_filtering_oracle", "share of an oracle's", "filtering", "{:.3f}"),
     ("mean_k", "drafts", "mean k", "{:.2f}"),

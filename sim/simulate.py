@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from parlay.policies.policy import EngineLimits, Policy, make_policy
+from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
 from parlay.sim.backend import SimBackend
 from parlay.sim.episode import MakePolicy, run_episode
 from parlay.sim.filtering import filtering_oracle
@@ -26,13 +26,17 @@ from parlay.sim.rate import settled
 from parlay.sim.scenario import Scenario
 from parlay.sim.speed import Speed, stages_of
 from parlay.sim.tally import Episode
+from parlay.sim.told import TOLD
 
 ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
     "clairvoyant": clairvoyant,
     "filtering_oracle": filtering_oracle,
     "hazard_oracle": hazard_oracle,
 }
+_KNOWING: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {**ORACLES, **TOLD}
 BEST_STATIC, BEST_GATE, NONE = "best_static", "best_ngram_gate", "none"
+_UNPUBLISHED = (NONE, "fixed", "ngram_gate", "goodput", "pilot", "learned")
+"""References, and what is ours: all others are controllers that somebody published."""
 _STATICS = [
     f"fixed:proposer={proposer}/k={k}"
     for proposer, most in (("ngram", 8), ("draft_model", 8), ("medusa", 4))
@@ -65,8 +69,9 @@ class Job:
 class Row:
     """How one policy did in one scenario; nan where there is nothing to compare with.
 
-    ci95: of ratio_to_none. goodput: tokens per second, at equal work where the load changes
-    (`speed.py`). drafting: share of the time. what: the setting that was tuned.
+    ci95: of ratio_to_none, published_ci95 of ratio_to_best_published: the best of the published
+    controllers that were asked for. goodput: tokens per second, at equal work where the load
+    changes (`speed.py`). drafting: share of the time. what: the setting that was tuned.
     """
 
     scenario: str
@@ -77,7 +82,9 @@ class Row:
     ratio_to_best_ngram_gate: float
     share_of_hazard_oracle: float
     share_of_filtering_oracle: float
+    ratio_to_best_published: float
     ci95: tuple[float, float]
+    published_ci95: tuple[float, float]
     mean_k: float
     drafting: float
     tpot_p50_ms: float
@@ -103,10 +110,10 @@ def parse_policy(text: str) -> tuple[str, dict[str, str]]:
 def maker(text: str) -> MakePolicy:
     """Return what makes a policy or an oracle; raises ValueError where it is unknown."""
     name, settings = parse_policy(text)
-    if name in ORACLES:
+    if name in _KNOWING:
         if settings:
             raise ValueError(f"{name} has no settings")
-        oracle = ORACLES[name]
+        oracle = _KNOWING[name]
         return lambda limits, backend: oracle(backend, limits)
     make_policy(name, settings)
     return lambda limits, _: make_policy(name, settings, limits)
@@ -219,8 +226,11 @@ def _row(
 ) -> Row:
     own = episodes[policy]
 
-    def against(name: str) -> float:
-        return speed(own) / speed(episodes[name]) if name in episodes else float("nan")
+    def against(name: str | None) -> float:
+        there = episodes.get(name) if name else None
+        return speed(own) / speed(there) if there else float("nan")
+
+    best = max(filter(_published, episodes), key=lambda name: speed(episodes[name]), default=None)
 
     tpot = np.concatenate([e.tpot_ms for e in own]) if any(e.tpot_ms for e in own) else [np.nan]
     ttft = np.concatenate([e.ttft_s for e in own]) if any(e.ttft_s for e in own) else [np.nan]
@@ -234,7 +244,9 @@ def _row(
         ratio_to_best_ngram_gate=against(BEST_GATE),
         share_of_hazard_oracle=against("hazard_oracle"),
         share_of_filtering_oracle=against("filtering_oracle"),
+        ratio_to_best_published=against(best),
         ci95=speed.interval(own, episodes[NONE]),
+        published_ci95=speed.interval(own, episodes[best]) if best else (float("nan"),) * 2,
         mean_k=sum(float(e.bucket_k.sum()) for e in own) / max(rows, 1.0),
         drafting=sum(e.draft_s for e in own) / sum(e.step_s for e in own),
         tpot_p50_ms=float(np.percentile(tpot, 50)),
@@ -243,6 +255,11 @@ def _row(
         ttft_p99_s=float(np.percentile(ttft, 99)),
         what=what,
     )
+
+
+def _published(policy: str) -> bool:
+    name, _ = parse_policy(policy)
+    return name in registry() and name not in _UNPUBLISHED
 
 
 def as_json(rows: Iterable[Row]) -> dict[str, object]:

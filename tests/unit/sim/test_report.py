@@ -50,7 +50,9 @@ def row(scenario: str, policy: str, ratio: float) -> Row:
         ratio_to_best_ngram_gate=ratio / 1.2,
         share_of_hazard_oracle=ratio / 1.6,
         share_of_filtering_oracle=NAN,
+        ratio_to_best_published=ratio / 1.1,
         ci95=(ratio - 0.05, ratio + 0.04),
+        published_ci95=(NAN, NAN),
         mean_k=2.345,
         drafting=0.123,
         tpot_p50_ms=8.1234,
@@ -183,7 +185,7 @@ def test_unknown_numbers_are_dashes(text: str) -> None:
     tables = re.findall(r"<table>.*?</table>", text, re.DOTALL)
     line = next(part for part in tables[0].split("<tr") if "onclick" in part)
     found = re.findall(r"<td[^>]*>(.*?)</td>", line)
-    assert found == ["–"] * 7 + ["2.35", "12.3%", "8.12", "20.00", "0.031", "–"]  # noqa: RUF001
+    assert found == ["–"] * 9 + ["2.35", "12.3%", "8.12", "20.00", "0.031", "–"]  # noqa: RUF001
 
 
 def test_slower_than_none_is_marked_in_the_table(text: str) -> None:
