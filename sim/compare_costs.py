@@ -194,15 +194,3 @@ _VLLM_STEP_MS = {
     64: (7.774, 9.656, 13.498, 16.831),
     256: (14.491, 27.138, 41.848, 57.404),
 }
-
-
-def main() -> None:
-    """Print every figure beside ours."""
-    for row in compare():
-        mark = "fitted" if row.fitted else ""
-        figures = f"{row.published:9.2f} {row.ours:9.2f} {row.error:+7.1%}"
-        print(f"{row.source:18} {row.setting:38} {figures} {mark}")
-
-
-if __name__ == "__main__":
-    main()

@@ -30,7 +30,7 @@ from parlay.sim.simulate import parse_policy
 
 POLICIES = (
     "none,fixed:proposer=draft_model/k=1,fixed:proposer=draft_model/k=4,"
-    "fixed:proposer=ngram/k=4,ngram_gate,goodput"
+    "fixed:proposer=ngram/k=4,ngram_gate,pilot"
 )
 SEED = 71_004
 """Of the prompts: drafts are not trained on this seed's."""

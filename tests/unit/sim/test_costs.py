@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parlay.policies.cli import run as parlay
 from parlay.policies.types import DRAFT_MODEL, MEDUSA, NGRAM
 from parlay.sim.compare_costs import compare, uniform_step
 from parlay.sim.costs import BUILT_IN, Work, load_costs
@@ -253,6 +254,18 @@ def test_published_figures_are_met_as_far_as_they_are() -> None:
     assert worst("vLLM 32374", "batch 256") < 0.24
     assert worst("SGLang", "batch") < 0.30
     assert all(abs(row.error) < 0.03 for row in rows if row.fitted)
+
+
+def test_the_command_says_every_error_and_where_reasons_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    assert parlay(["calibrate", "costs", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["ours"] for row in rows] == [row.ours for row in compare()]
+    assert all(row["error"] == pytest.approx(row["ours"] / row["published"] - 1) for row in rows)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "vLLM on GH200 2 of 2, Nightjar on A100 0 of 1" in said
 
 
 def test_few_points_are_fitted_and_each_is_said_to_be() -> None:
