@@ -66,6 +66,8 @@ _OF_ROW = (
     "temperature", "tpot_to_target", "known_ngram", "known_draft", "known_medusa",
 )  # fmt: skip
 FEATURES = (*_OF_BATCH, *_OF_ROW, *(f"accepts_{name}" for name in ACTION_NAMES[1:]))
+LAST = np.array([i for i, name in enumerate(FEATURES) if name.startswith("last_")])
+"""What tells of the step before."""
 
 _BATCH_HALF_LIFE = 1200.0
 """In drafts that were scored."""

@@ -26,7 +26,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecEnv
 
-from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, PROPOSER_OF
+from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, LAST, PROPOSER_OF
 from parlay.policies.types import Array
 from parlay.sim.fast import FastLoop
 from parlay.sim.fast_price import Stepped
@@ -35,6 +35,10 @@ from parlay.sim.kinds import Kind
 
 _BOUND = 8.0
 _RATE_DECAY = 0.995
+_HIDDEN_SHARE = 0.1
+"""Of the steps in which a batch sees nothing of what it drafted last. A pass that nobody else asks
+for pays for no row: seen at a fresh start alone, that would keep a large batch from ever drafting.
+Hidden from all rows at once, it is a place where all of them learn to begin together."""
 _F32 = np.float32
 
 
@@ -134,6 +138,7 @@ class SlotVecEnv(VecEnv):
         self.reward = Reward(self.loop, tpot_target_ms)
         self.scaler, self.target_ms = scaler or Scaler(), tpot_target_ms
         rows = len(self.loop.batch)
+        self._rng = np.random.Generator(np.random.Philox(key=[seed, 2]))
         self._infos: list[dict[str, Any]] = [{}] * rows
         self._never = np.zeros(rows, bool)
         self._mask = self.loop.allowed()
@@ -144,7 +149,7 @@ class SlotVecEnv(VecEnv):
 
     def reset(self) -> Array:
         """Return the observations; the loop goes on as it stood."""
-        return self.scaler(features_of(self.loop, self.target_ms))
+        return self._seen()
 
     def step_async(self, actions: Array) -> None:
         """Take the actions i64 [rows]."""
@@ -156,9 +161,14 @@ class SlotVecEnv(VecEnv):
         done = self.loop.step(PROPOSER_OF[action], K_OF[action])
         reward, _ = self.reward.of(done)
         self._mask = self.loop.allowed()
-        seen = self.scaler(features_of(self.loop, self.target_ms))
         done_with = self.loop.began if self.ends else self._never
-        return seen, reward, done_with.copy(), self._infos
+        return self._seen(), reward, done_with.copy(), self._infos
+
+    def _seen(self) -> Array:
+        raw = features_of(self.loop, self.target_ms)
+        hidden = self._rng.random(len(self.loop.kinds)) < _HIDDEN_SHARE
+        raw[np.ix_(hidden[self.loop.batch], LAST)] = 0.0
+        return self.scaler(raw)
 
     def action_masks(self) -> Array:
         """Return bool [rows, actions]: what each row may do now."""

@@ -35,7 +35,7 @@ ALGORITHMS = ("ppo", "maskable_ppo", "dqn", "recurrent_ppo")
 CHECKPOINT_S = 120.0
 _ROWS = 1536
 """Request slots to train on at once, over all scenarios."""
-_LIFE_STEPS = 1500
+_LIFE_STEPS = 600
 _SIZES = [64, 64]
 _MEMORY = 64
 """Numbers that an LSTM keeps of each request, and again its outputs."""

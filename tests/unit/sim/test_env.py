@@ -14,7 +14,7 @@ pytest.importorskip("stable_baselines3")
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 from stable_baselines3.common.env_checker import check_env as sb3_check
 
-from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, PROPOSER_OF
+from parlay.policies.features import ACTION_NAMES, FEATURES, K_OF, LAST, PROPOSER_OF
 from parlay.sim.env import BatchEnv, Reward, Scaler, SlotVecEnv, fitted_scaler
 from parlay.sim.fast import FastLoop
 from parlay.sim.kinds import Kind, kinds_of
@@ -60,6 +60,22 @@ def test_every_slot_is_a_row() -> None:
     assert env.observation_space.contains(seen[0])
     assert not done.any()
     assert len(infos) == 50
+
+
+def test_now_and_then_a_whole_batch_sees_nothing_of_its_last_step() -> None:
+    """Else a large batch learns nothing of where nobody drafts, and stays there."""
+    env = SlotVecEnv(kinds() * 2, seed=1)
+    draft = np.full(48, ACTION_NAMES.index("medusa:1"))
+    hidden: list[list[bool]] = []
+    for _ in range(200):
+        env.step_async(draft)
+        seen, *_ = env.step_wait()
+        blind = ~seen[:, LAST].any(axis=1)
+        hidden.append([bool(blind[:24].all()), bool(blind[24:].all())])
+        assert blind.sum() == 24 * sum(hidden[-1])
+    share = np.mean(hidden)
+    assert 0.05 < share < 0.15
+    assert any(a != b for a, b in hidden)
 
 
 def test_an_action_that_may_not_be_done_does_nothing() -> None:
