@@ -24,8 +24,9 @@ from parlay.sim.decompose import decompose as taken_apart
 from parlay.sim.laws import is_fitted
 from parlay.sim.load import check_trace
 from parlay.sim.report import Result, write_report
+from parlay.sim.rows import Row, Slo, as_json
 from parlay.sim.scenario import Scenario, named_scenarios
-from parlay.sim.simulate import ORACLES, Row, as_json, judge, maker
+from parlay.sim.simulate import ORACLES, judge, maker
 
 QUICK_SHARE = 4
 """`--quick` runs a quarter of the steps."""
@@ -60,6 +61,12 @@ def simulate(
     acceptance: Annotated[
         str, typer.Option(help="Replay a counterfactual trace, or take fitted tasks (.json).")
     ] = "",
+    slo_ttft_s: Annotated[
+        float, typer.Option(min=0.0, help="Promised first token (0: what 9 in 10 get of none).")
+    ] = 0.0,
+    slo_tpot_ms: Annotated[
+        float, typer.Option(min=0.0, help="Promised ms a further token (0: likewise).")
+    ] = 0.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report in here.")] = None,
     decompose: Annotated[
@@ -78,12 +85,12 @@ def simulate(
         if path is not None:
             check_writable(path)
     console, results, parts = Console(), list[Result](), list[Part]()
-    at_once = workers or os.cpu_count() or 1
+    at_once, slo = workers or os.cpu_count() or 1, Slo(slo_ttft_s, slo_tpot_ms)
     with Bar(console, *_COLUMNS) as bar:
         for one in chosen:
             count = steps or (max(one.steps // QUICK_SHARE, 20) if quick else one.steps)
             seeded = range(1, 1 + (QUICK_SEEDS if quick else seeds))
-            results.append(_judged(one, policies, seeded, count, at_once, bar))
+            results.append(_judged(one, policies, seeded, count, at_once, slo, bar))
             bar.print(_table(one, results[-1].rows))
             if decompose:
                 parts += _taken_apart(one, seeded, count, at_once, bar)
@@ -102,6 +109,7 @@ def _judged(
     seeds: range,
     steps: int,
     workers: int,
+    slo: Slo,
     bar: Bar,
 ) -> Result:
     """Judge the policies on one scenario under a line of the bar."""
@@ -114,6 +122,7 @@ def _judged(
         workers,
         started=lambda total: bar.update(line, scenario.name, total),
         done=lambda _: bar.update(line, advance=1),
+        slo=slo,
     )
     return Result(scenario, rows, episodes)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parlay.sim.rate import settled
+from parlay.sim.rows import NONE
 from parlay.sim.scenario import Scenario
-from parlay.sim.simulate import NONE, Job, run_all
+from parlay.sim.simulate import Job, run_all
 from parlay.sim.speed import Speed, stages_of
 
 PILOT, ON_TIME = "pilot", "pilot on time"

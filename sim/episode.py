@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from parlay.engine.planner import LocalPlanner, Planner
+from parlay.engine.planner import LocalPlanner
 from parlay.engine.request import SamplingParams, SpeculationParams
 from parlay.engine.step import Engine, EngineConfig
 from parlay.policies.policy import EngineLimits, Policy
@@ -19,6 +19,7 @@ from parlay.sim.backend import SimBackend
 from parlay.sim.costs import CostModel, load_costs
 from parlay.sim.feed import Arrivals, Feed
 from parlay.sim.load import luck_of
+from parlay.sim.noted import NotedPlanner
 from parlay.sim.prompts import prompt_of
 from parlay.sim.scenario import Scenario
 from parlay.sim.tally import Episode, Tally
@@ -76,13 +77,14 @@ def run_episode(
 
 def set_up(
     scenario: Scenario, make: MakePolicy, seed: int, costs: CostModel
-) -> tuple[SimBackend, Planner]:
+) -> tuple[SimBackend, NotedPlanner]:
     """Return the backend of one start, and its policy behind the scenario's delay."""
     luck, index, known = luck_of(scenario, K_MAX, seed)
     limits = EngineLimits(known, K_MAX, tuple(costs.bucket_edges), TOKEN_BUDGET)
     backend = SimBackend(luck, costs, limits, index, scenario.catches_up)
     policy, delay = make(limits, backend), scenario.plan_delay_steps
-    return backend, LatePlanner(policy, delay) if delay else LocalPlanner(policy)
+    planner = LatePlanner(policy, delay) if delay else LocalPlanner(policy)
+    return backend, NotedPlanner(planner, backend)
 
 
 def ended_early(scenario: Scenario, episode: Episode) -> None:
@@ -108,8 +110,8 @@ class _Run:
     ) -> None:
         self.scenario, self.into = scenario, into
         self.feed = Feed(scenario, arrivals, seed)
-        self.backend, planner = set_up(scenario, make, seed, costs)
-        self.engine = Engine(self.backend, planner, self._config())
+        self.backend, self.planner = set_up(scenario, make, seed, costs)
+        self.engine = Engine(self.backend, self.planner, self._config())
 
     def _config(self) -> EngineConfig:
         blocks, s = PLENTY_BLOCKS, self.scenario
@@ -143,7 +145,7 @@ class _Run:
             if outcome is None:
                 assert self.feed.ended, "a loop always has work"
                 break
-            over = tally.note(outcome, backend.time_s)
+            over = tally.note(outcome, backend.time_s, self.planner)
         ended_early(self.scenario, self.into)
 
     def _add(self, arrival: Arrival, arrived_s: float, tally: Tally) -> None:

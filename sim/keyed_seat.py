@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from parlay.engine.planner import Planner
 from parlay.policies.allocate import fit_plan, verify_plan
 from parlay.policies.types import (
     DRAFT_MODEL,
@@ -22,6 +21,7 @@ from parlay.sim.fast import FastLoop
 from parlay.sim.fast_price import Stepped
 from parlay.sim.feed import Feed
 from parlay.sim.keyed_luck import KeyedLuck
+from parlay.sim.noted import NotedPlanner
 from parlay.sim.tally import Episode, Tally
 
 _LENGTH = int(Truncated.LENGTH)
@@ -31,7 +31,13 @@ class Seat:
     """One batch: where its requests come from, who plans for it, and what came of it."""
 
     def __init__(
-        self, loop: FastLoop, luck: KeyedLuck, batch: int, planner: Planner, feed: Feed, steps: int
+        self,
+        loop: FastLoop,
+        luck: KeyedLuck,
+        batch: int,
+        planner: NotedPlanner,
+        feed: Feed,
+        steps: int,
     ) -> None:
         self.loop, self.luck, self.batch = loop, luck, batch
         self.backend: SimBackend = luck.backends[batch]
@@ -132,7 +138,7 @@ class Seat:
         step_ms = 1e3 * (backend.time_s - start_s)
         outcome = self._outcome(done, before, shadow, draft_ms, step_ms)
         self.planner.observe(outcome)
-        if self.tally.note(outcome, backend.time_s):
+        if self.tally.note(outcome, backend.time_s, self.planner):
             self._leave()
 
     def _outcome(

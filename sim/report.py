@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 
 from parlay.sim.report_rank import Ranked, asked, loses, oracle, rank, reference
+from parlay.sim.rows import BEST_STATIC, Row
 from parlay.sim.scenario import Scenario
-from parlay.sim.simulate import BEST_STATIC, Row
 from parlay.sim.tally import Episode
 
 TEMPLATE = Path(__file__).parent / "data" / "report.html.j2"
@@ -30,6 +30,9 @@ COLUMNS: Sequence[tuple[str, str, str, str]] = (
     ("share_of_filtering_oracle", "share of an oracle's", "filtering", "{:.3f}"),
     ("mean_k", "drafts", "mean k", "{:.2f}"),
     ("drafting", "drafts", "% of time", "{:.1%}"),
+    ("catching_up", "drafts", "catching up", "{:.1%}"),
+    ("trying", "drafts", "tries", "{:.1%}"),
+    ("slo_kept", "requests", "SLO kept", "{:.0%}"),
     ("tpot_p50_ms", "TPOT, ms", "p50", "{:.2f}"),
     ("tpot_p99_ms", "TPOT, ms", "p99", "{:.2f}"),
     ("ttft_p50_s", "TTFT, s", "p50", "{:.3f}"),

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from parlay.sim.report_rank import loses, oracle, reference
 from parlay.sim.report_style import FASTER, INK, LETTERS, MUTED, SLOWER, STYLE, svg, two_lines
-from parlay.sim.simulate import NONE, Row
+from parlay.sim.rows import NONE, Row
 
 _ABOVE_POINTS = 16.0
 """How high above the picture the labels of lines stand."""

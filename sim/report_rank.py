@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parlay.sim.simulate import BEST_GATE, BEST_STATIC, NONE, ORACLES, Row
+from parlay.sim.rows import BEST_GATE, BEST_STATIC, NONE, Row
+from parlay.sim.simulate import ORACLES
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullFo
 
 from parlay.policies.types import Array, Proposer
 from parlay.sim.report_style import FASTER, INK, LETTERS, MUTED, STYLE, svg, title
+from parlay.sim.rows import BEST_STATIC, NONE
 from parlay.sim.scenario import Scenario, Stage
-from parlay.sim.simulate import BEST_STATIC, NONE
 from parlay.sim.tally import Episode
 
 PROPOSER_COLOURS: Mapping[Proposer, str] = {

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import numpy as np
-
-from parlay.policies.policy import EngineLimits, Policy, make_policy, registry
+from parlay.policies.policy import EngineLimits, Policy, make_policy
 from parlay.sim.backend import SimBackend
 from parlay.sim.episode import MakePolicy, run_episode
 from parlay.sim.filtering import filtering_oracle
@@ -23,6 +21,7 @@ from parlay.sim.keyed import fits, run_side_by_side
 from parlay.sim.load import arrivals_of
 from parlay.sim.oracle import clairvoyant, hazard_oracle
 from parlay.sim.rate import settled
+from parlay.sim.rows import BEST_GATE, BEST_STATIC, NINE_IN_TEN, NONE, Row, Slo, rows_of
 from parlay.sim.scenario import Scenario
 from parlay.sim.speed import Speed, stages_of
 from parlay.sim.tally import Episode
@@ -34,9 +33,6 @@ ORACLES: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {
     "hazard_oracle": hazard_oracle,
 }
 _KNOWING: Mapping[str, Callable[[SimBackend, EngineLimits], Policy]] = {**ORACLES, **TOLD}
-BEST_STATIC, BEST_GATE, NONE = "best_static", "best_ngram_gate", "none"
-_UNPUBLISHED = (NONE, "fixed", "ngram_gate", "goodput", "pilot", "learned")
-"""References, and what is ours: all others are controllers that somebody published."""
 _STATICS = [
     f"fixed:proposer={proposer}/k={k}"
     for proposer, most in (("ngram", 8), ("draft_model", 8), ("medusa", 4))
@@ -63,35 +59,6 @@ class Job:
     policy: str
     seed: int
     steps: int
-
-
-@dataclass(slots=True, frozen=True)
-class Row:
-    """How one policy did in one scenario; nan where there is nothing to compare with.
-
-    ci95: of ratio_to_none, published_ci95 of ratio_to_best_published: the best of the published
-    controllers that were asked for. goodput: tokens per second, at equal work where the load
-    changes (`speed.py`). drafting: share of the time. what: the setting that was tuned.
-    """
-
-    scenario: str
-    policy: str
-    goodput: float
-    ratio_to_none: float
-    ratio_to_best_static: float
-    ratio_to_best_ngram_gate: float
-    share_of_hazard_oracle: float
-    share_of_filtering_oracle: float
-    ratio_to_best_published: float
-    ci95: tuple[float, float]
-    published_ci95: tuple[float, float]
-    mean_k: float
-    drafting: float
-    tpot_p50_ms: float
-    tpot_p99_ms: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    what: str = ""
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, str]]:
@@ -197,6 +164,7 @@ def judge(
     workers: int,
     started: Callable[[int], None] = lambda total: None,
     done: Callable[[Job], None] = lambda job: None,
+    slo: Slo = NINE_IN_TEN,
 ) -> tuple[list[Row], dict[str, list[Episode]]]:
     """Run policies on a scenario over paired seeds; return their rows and their episodes.
 
@@ -217,51 +185,5 @@ def judge(
     found = dict(zip(keys, run_all(jobs, workers, done), strict=True))
     episodes = {name: [found[name, seed] for seed in seeds] for name in asked}
     speed = Speed(stages_of(short, steps), episodes[NONE])
-    rows = [_row(scenario.name, name, episodes, speed, named.get(name, "")) for name in asked]
-    return rows, episodes
-
-
-def _row(
-    scenario: str, policy: str, episodes: Mapping[str, list[Episode]], speed: Speed, what: str
-) -> Row:
-    own = episodes[policy]
-
-    def against(name: str | None) -> float:
-        there = episodes.get(name) if name else None
-        return speed(own) / speed(there) if there else float("nan")
-
-    best = max(filter(_published, episodes), key=lambda name: speed(episodes[name]), default=None)
-
-    tpot = np.concatenate([e.tpot_ms for e in own]) if any(e.tpot_ms for e in own) else [np.nan]
-    ttft = np.concatenate([e.ttft_s for e in own]) if any(e.ttft_s for e in own) else [np.nan]
-    rows = sum(float(e.bucket_rows.sum()) for e in own)
-    return Row(
-        scenario=scenario,
-        policy=policy,
-        goodput=speed(own),
-        ratio_to_none=against(NONE),
-        ratio_to_best_static=against(BEST_STATIC),
-        ratio_to_best_ngram_gate=against(BEST_GATE),
-        share_of_hazard_oracle=against("hazard_oracle"),
-        share_of_filtering_oracle=against("filtering_oracle"),
-        ratio_to_best_published=against(best),
-        ci95=speed.interval(own, episodes[NONE]),
-        published_ci95=speed.interval(own, episodes[best]) if best else (float("nan"),) * 2,
-        mean_k=sum(float(e.bucket_k.sum()) for e in own) / max(rows, 1.0),
-        drafting=sum(e.draft_s for e in own) / sum(e.step_s for e in own),
-        tpot_p50_ms=float(np.percentile(tpot, 50)),
-        tpot_p99_ms=float(np.percentile(tpot, 99)),
-        ttft_p50_s=float(np.percentile(ttft, 50)),
-        ttft_p99_s=float(np.percentile(ttft, 99)),
-        what=what,
-    )
-
-
-def _published(policy: str) -> bool:
-    name, _ = parse_policy(policy)
-    return name in registry() and name not in _UNPUBLISHED
-
-
-def as_json(rows: Iterable[Row]) -> dict[str, object]:
-    """Return the table as `--json` writes it."""
-    return {"rows": [asdict(row) for row in rows]}
+    promised = slo.filled(episodes[NONE])
+    return rows_of(scenario.name, episodes, speed, promised, named), episodes

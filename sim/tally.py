@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from parlay.policies.types import PROPOSERS, Array, StepOutcome
+from parlay.sim.noted import NotedPlanner
 
 BUCKETS = 200
 
@@ -15,15 +16,18 @@ BUCKETS = 200
 class Episode:
     """What a policy made of a scenario, warm-up left out.
 
-    tokens emitted, step_s the time of the steps and draft_s of it for drafting. By request that
-    ended: ttft_s, tpot_ms. By stretch of steps [BUCKETS]: tokens, time, tokens verified (k), and
-    rows by proposer [BUCKETS, PROPOSERS].
+    tokens emitted, step_s the time of the steps, of it draft_s for drafting and of that catch_up_s
+    for KV that the draft model owed; tries: request-steps planned to learn something. By request
+    that ended: ttft_s, tpot_ms (nan: of one token). By stretch of steps [BUCKETS]: tokens, time,
+    tokens verified (k), and rows by proposer [BUCKETS, PROPOSERS].
     """
 
     tokens: int = 0
     step_s: float = 0.0
     steps: int = 0
     draft_s: float = 0.0
+    catch_up_s: float = 0.0
+    tries: int = 0
     ttft_s: list[float] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
     bucket_tokens: Array = field(default_factory=lambda: np.zeros(BUCKETS))
@@ -64,11 +68,13 @@ class Tally:
         self._came[request_id] = arrived_s, output_tokens
         self._silent.add(request_id)
 
-    def note(self, outcome: StepOutcome, now_s: float) -> bool:
-        """Add a step that has ended now; return whether it was the last."""
+    def note(self, outcome: StepOutcome, now_s: float, planner: NotedPlanner) -> bool:
+        """Add a step that `planner` planned and that ended now; return whether it was the last."""
         measured = self.step >= self.warm_up
         if measured:
             self._measure(outcome)
+            self.into.tries += planner.tries
+            self.into.catch_up_s += planner.catch_up_s
         emits = outcome.emitted > 0
         if self._silent:
             for key in outcome.request_id[emits].tolist():
@@ -101,5 +107,5 @@ class Tally:
         self._ended += 1
         if measured:
             self.into.ttft_s.append(first_s - arrived_s)
-            if tokens > 1:
-                self.into.tpot_ms.append(1e3 * (now_s - first_s) / (tokens - 1))
+            took_ms = 1e3 * (now_s - first_s)
+            self.into.tpot_ms.append(took_ms / (tokens - 1) if tokens > 1 else float("nan"))

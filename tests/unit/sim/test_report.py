@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parlay.sim import report
-from parlay.sim.report import COLUMNS, Result, best_policy, cell, headline, write_report
+from parlay.sim.report import COLUMNS, DASH, Result, best_policy, cell, headline, write_report
 from parlay.sim.report_dots import dots, spread
 from parlay.sim.report_heat_map import heat_map
 from parlay.sim.report_rank import loses, oracle, rank
 from parlay.sim.report_run import over_run, per_bucket, stage_starts
+from parlay.sim.rows import Row
 from parlay.sim.scenario import Scenario, Stage, load_scenario
-from parlay.sim.simulate import Row
 from parlay.sim.tally import Episode
 
 NAN = float("nan")
@@ -55,6 +55,9 @@ def row(scenario: str, policy: str, ratio: float) -> Row:
         published_ci95=(NAN, NAN),
         mean_k=2.345,
         drafting=0.123,
+        catching_up=0.0,
+        trying=0.02,
+        slo_kept=0.91,
         tpot_p50_ms=8.1234,
         tpot_p99_ms=20.0,
         ttft_p50_s=0.0312,
@@ -185,7 +188,8 @@ def test_unknown_numbers_are_dashes(text: str) -> None:
     tables = re.findall(r"<table>.*?</table>", text, re.DOTALL)
     line = next(part for part in tables[0].split("<tr") if "onclick" in part)
     found = re.findall(r"<td[^>]*>(.*?)</td>", line)
-    assert found == ["–"] * 9 + ["2.35", "12.3%", "8.12", "20.00", "0.031", "–"]  # noqa: RUF001
+    known = ["2.35", "12.3%", "0.0%", "2.0%", "91%", "8.12", "20.00", "0.031"]
+    assert found == [DASH] * 9 + known + [DASH]
 
 
 def test_slower_than_none_is_marked_in_the_table(text: str) -> None:

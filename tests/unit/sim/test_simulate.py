@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from parlay.policies.cli import run as parlay
+from parlay.sim.rows import BEST_GATE, BEST_STATIC, as_json
 from parlay.sim.scenario import load_scenario
 from parlay.sim.simulate import (
-    BEST_GATE,
-    BEST_STATIC,
-    as_json,
     judge,
     maker,
     parse_policy,
