@@ -220,12 +220,11 @@ class Guard:
         return math.exp(self._at.expects)
 
     def _expect(self, view: BatchView) -> None:
-        """Hear what the wrapped policy expects of its plan; one alone says little."""
-        if view.prefill_tokens.all():
-            return
-        gain = float(getattr(self.policy, "expected_gain", 1.0))
-        if gain > 0.0:
-            self._at.expects += (math.log(gain) - self._at.expects) / _EXPECTS_STEPS
+        """Hear what the wrapped policy expects of its plan; one alone says little, but at first."""
+        at, gain = self._at, float(getattr(self.policy, "expected_gain", 1.0))
+        if gain > 0.0 and not view.prefill_tokens.all():
+            at.heard = min(at.heard + 1, _EXPECTS_STEPS)
+            at.expects += (math.log(gain) - at.expects) / at.heard
 
     def _advance(self) -> None:
         at = self._at

@@ -31,7 +31,8 @@ GAP, FIRST, SECOND = range(3)
 class Schedule:
     """Which block is running; `block` counts blocks and gaps, so that outcomes find theirs.
 
-    expects: log of the gain that the wrapped policy expects of late, 0 where it does not say.
+    expects: log of the gain that the wrapped policy expects of late, 0 where it does not say; a
+    mean over its last plans, of which so many were heard.
     """
 
     on: bool = True
@@ -48,6 +49,7 @@ class Schedule:
     seen: int = 0
     inner_version: int = 0
     expects: float = 0.0
+    heard: int = 0
 
     def treated(self) -> bool:
         """Say whether the wrapped policy's plan is applied now."""

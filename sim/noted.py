@@ -1,4 +1,4 @@
-"""A planner that notes what its plans cost besides what they bring: tries, and KV to catch up."""
+"""A planner that notes what steps were for besides tokens: prompts, tries, KV to catch up."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ from parlay.policies.types import (
     StepOutcome,
 )
 from parlay.sim.backend import SimBackend
-from parlay.sim.costs import Work
+from parlay.sim.costs import CostModel, Work
 
 _TO_LEARN = (int(Reason.EXPLORE), int(Reason.WARM_UP))
+
+
+def prompts_ms(costs: CostModel, outcome: StepOutcome) -> float:
+    """Return by how much the prompts in a step made it longer."""
+    if not outcome.prefill_tokens:
+        return 0.0
+    rows, kv = int((outcome.emitted > 0).sum()), outcome.kv_tokens
+    alone = max(outcome.padded_tokens - outcome.prefill_tokens, 1)
+    without = costs.time(Work(alone, rows, kv)).verify_ms
+    return costs.time(Work(outcome.padded_tokens, rows, kv)).verify_ms - without
 
 
 class NotedPlanner:
     """Passes everything on.
 
-    Of the last step: tries, rows planned to learn something, and catch_up_s, the time of KV that
-    the draft model had to catch up.
+    Of the last step: tries, rows planned to learn something; prompts_s, the time of the prompts in
+    it; and catch_up_s, of KV that the draft model had to catch up.
     """
 
     def __init__(self, inner: Planner, backend: SimBackend) -> None:
         self.inner, self.backend = inner, backend
-        self.tries, self.catch_up_s = 0, 0.0
+        self.tries, self.prompts_s, self.catch_up_s = 0, 0.0, 0.0
         self._lag: Array = np.zeros(0, np.int64)
 
     def plan(self, view: BatchView) -> tuple[Plan | None, PlanSource]:
@@ -43,6 +53,7 @@ class NotedPlanner:
     def observe(self, outcome: StepOutcome) -> None:
         """Pass on what a step did, noting what had to be caught up in it."""
         self.inner.observe(outcome)
+        self.prompts_s = 1e-3 * prompts_ms(self.backend.costs, outcome)
         self.catch_up_s = 0.0
         if not self.backend.catches_up:
             return

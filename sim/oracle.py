@@ -34,6 +34,7 @@ from parlay.policies.types import (
 from parlay.sim.backend import SimBackend
 from parlay.sim.costs import Work
 from parlay.sim.latent import Latents
+from parlay.sim.noted import prompts_ms
 
 Survival = Callable[[Array, Array], Array]
 """From latents' rows and output positions to survival f64 [n, PROPOSERS, K]."""
@@ -58,17 +59,9 @@ class Oracle(Stateless):
         """
         tokens, ms = self._spent.get(load := _load(len(outcome)), (0.0, 0.0))
         tokens = _FADING * tokens + float(outcome.emitted.sum())
-        ms = _FADING * ms + max(outcome.step_ms - self._prompts_ms(outcome), 0.0)
+        net_ms = outcome.step_ms - prompts_ms(self.backend.costs, outcome)
+        ms = _FADING * ms + max(net_ms, 0.0)
         self._spent[load] = tokens, ms
-
-    def _prompts_ms(self, outcome: StepOutcome) -> float:
-        if not outcome.prefill_tokens:
-            return 0.0
-        time, kv = self.backend.costs.time, outcome.kv_tokens
-        rows = int((outcome.emitted > 0).sum())
-        alone = max(outcome.padded_tokens - outcome.prefill_tokens, 1)
-        without = time(Work(alone, rows, kv)).verify_ms
-        return time(Work(outcome.padded_tokens, rows, kv)).verify_ms - without
 
     def expected(self, view: BatchView) -> Array:
         """Return f64 [rows, PROPOSERS, K]: P(first j hold), as far as it is known."""

@@ -2,7 +2,9 @@
 
 Episodes are so many steps long, whatever they emit. Where the load changes, tokens over time would
 then favour whoever spends its time where many requests run and crawls where few do: a static could
-beat an oracle. So each stage counts as much as no speculation emits in it.
+beat an oracle. So each stage counts as much as no speculation emits in it. And who is quick meets
+more of the prompts that follow within as many steps, long ones by chance: they count as long as
+they take without speculation, for they come with the tokens, whoever guessed those.
 """
 
 from __future__ import annotations
@@ -26,21 +28,20 @@ def stages_of(scenario: Scenario, steps: int) -> Array:
 
 
 class Speed:
-    """Tokens per second of work like that of `none` in each stage.
+    """Tokens per second of work like that of `none`: its tokens in each stage, and its prompts.
 
     none: episodes without speculation, of the seeds that are judged. stage i64 [BUCKETS]: see
-    `stages_of`; one stage makes it tokens over time.
+    `stages_of`.
     """
 
     def __init__(self, stage: Array, none: Sequence[Episode]) -> None:
         self._in = stage[:, None] == np.unique(stage)
-        tokens, _ = self._sums(none, BUCKETS)
-        self._work = tokens.sum(axis=0)
+        self._tokens = self._sums(none, "bucket_tokens", BUCKETS).sum(axis=0)
+        self._prompts_s = sum(float(e.bucket_prompts_s.sum()) for e in none)
 
     def __call__(self, own: Sequence[Episode]) -> float:
         """Return the goodput of episodes, of all seeds together."""
-        tokens, time_s = self._sums(own, BUCKETS)
-        return float(self._rate(tokens.sum(axis=0), time_s.sum(axis=0)))
+        return float(self._rates(own, np.arange(len(own) * BUCKETS), BUCKETS))
 
     def interval(self, own: Sequence[Episode], other: Sequence[Episode]) -> tuple[float, float]:
         """Return the 95% interval of a ratio of goodputs, by a paired block bootstrap.
@@ -48,26 +49,27 @@ class Speed:
         Blocks of consecutive steps of one seed are drawn together for both, since requests of one
         step share its time and neighbouring steps share their requests.
         """
-        (a, a_s), (b, b_s) = self._sums(own, _BLOCKS), self._sums(other, _BLOCKS)
-        drawn = np.random.default_rng(0).integers(0, len(a), (_RESAMPLES, len(a)))
-        ratio = self._rate(a[drawn].sum(1), a_s[drawn].sum(1))
-        ratio /= self._rate(b[drawn].sum(1), b_s[drawn].sum(1))
+        blocks = len(own) * _BLOCKS
+        drawn = np.random.default_rng(0).integers(0, blocks, (_RESAMPLES, blocks))
+        ratio = self._rates(own, drawn, _BLOCKS) / self._rates(other, drawn, _BLOCKS)
         low, high = np.nanpercentile(ratio, [2.5, 97.5])
         return float(low), float(high)
 
-    def _rate(self, tokens: Array, time_s: Array) -> Array:
-        """Return goodput [...] of tokens and time [..., stages]; nan where a stage is missing."""
-        pace = np.divide(time_s, tokens, out=np.full(tokens.shape, np.nan), where=tokens > 0)
-        rate: Array = self._work.sum() / (self._work * pace).sum(axis=-1)
-        return rate
+    def _rates(self, episodes: Sequence[Episode], drawn: Array, blocks: int) -> Array:
+        """Return goodput [...] of blocks drawn [..., n]; nan where a stage is missing."""
+        tokens, time_s, prompts_s = (
+            self._sums(episodes, name, blocks)[drawn].sum(axis=-2)
+            for name in ("bucket_tokens", "bucket_s", "bucket_prompts_s")
+        )
+        unknown = np.full(tokens.shape, np.nan)
+        pace = np.divide(time_s - prompts_s, tokens, out=unknown, where=tokens > 0)
+        took_s = (self._tokens * pace).sum(axis=-1) + self._prompts_s
+        rates: Array = self._tokens.sum() / took_s
+        return rates
 
-    def _sums(self, episodes: Sequence[Episode], blocks: int) -> tuple[Array, Array]:
-        """Return tokens and time [seeds * blocks, stages], in blocks of consecutive buckets."""
-        found = [
-            np.concatenate([
-                (getattr(e, name)[:, None] * self._in).reshape(blocks, -1, self._in.shape[1]).sum(1)
-                for e in episodes
-            ])
-            for name in ("bucket_tokens", "bucket_s")
-        ]  # fmt: skip
-        return found[0], found[1]
+    def _sums(self, episodes: Sequence[Episode], name: str, blocks: int) -> Array:
+        """Return a column [seeds * blocks, stages], summed over blocks of consecutive buckets."""
+        stages = self._in.shape[1]
+        parts = [getattr(e, name)[:, None] * self._in for e in episodes]
+        found: Array = np.concatenate([p.reshape(blocks, -1, stages).sum(axis=1) for p in parts])
+        return found

@@ -18,8 +18,8 @@ class Episode:
 
     tokens emitted, step_s the time of the steps, of it draft_s for drafting and of that catch_up_s
     for KV that the draft model owed; tries: request-steps planned to learn something. By request
-    that ended: ttft_s, tpot_ms (nan: of one token). By stretch of steps [BUCKETS]: tokens, time,
-    tokens verified (k), and rows by proposer [BUCKETS, PROPOSERS].
+    that ended: ttft_s, tpot_ms (nan: of one token). By stretch of steps [BUCKETS]: tokens, time, of
+    it for prompts, tokens verified (k), and rows by proposer [BUCKETS, PROPOSERS].
     """
 
     tokens: int = 0
@@ -32,6 +32,7 @@ class Episode:
     tpot_ms: list[float] = field(default_factory=list)
     bucket_tokens: Array = field(default_factory=lambda: np.zeros(BUCKETS))
     bucket_s: Array = field(default_factory=lambda: np.zeros(BUCKETS))
+    bucket_prompts_s: Array = field(default_factory=lambda: np.zeros(BUCKETS))
     bucket_k: Array = field(default_factory=lambda: np.zeros(BUCKETS))
     bucket_rows: Array = field(default_factory=lambda: np.zeros((BUCKETS, PROPOSERS)))
 
@@ -72,9 +73,7 @@ class Tally:
         """Add a step that `planner` planned and that ended now; return whether it was the last."""
         measured = self.step >= self.warm_up
         if measured:
-            self._measure(outcome)
-            self.into.tries += planner.tries
-            self.into.catch_up_s += planner.catch_up_s
+            self._measure(outcome, planner)
         emits = outcome.emitted > 0
         if self._silent:
             for key in outcome.request_id[emits].tolist():
@@ -88,7 +87,7 @@ class Tally:
             return self._ended >= self.served
         return self.step >= self.warm_up + self.steps
 
-    def _measure(self, outcome: StepOutcome) -> None:
+    def _measure(self, outcome: StepOutcome, planner: NotedPlanner) -> None:
         into = self.into
         gone = self._ended / self.served if self.served else (self.step - self.warm_up) / self.steps
         bucket = min(int(gone * BUCKETS), BUCKETS - 1)
@@ -97,8 +96,11 @@ class Tally:
         into.step_s += step_s
         into.steps += 1
         into.draft_s += 1e-3 * float(outcome.draft_ms.sum())
+        into.catch_up_s += planner.catch_up_s
+        into.tries += planner.tries
         into.bucket_tokens[bucket] += emitted
         into.bucket_s[bucket] += step_s
+        into.bucket_prompts_s[bucket] += planner.prompts_s
         into.bucket_k[bucket] += int(outcome.verified_k.sum())
         into.bucket_rows[bucket] += np.bincount(outcome.proposer, minlength=PROPOSERS)
 

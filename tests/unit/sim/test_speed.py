@@ -63,6 +63,20 @@ def test_ratios_of_stages_are_those_of_all_seeds() -> None:
     assert speed(none) == pytest.approx(10.0 / 1.5)
 
 
+def test_prompts_count_as_long_as_they_take_without_speculation() -> None:
+    """Twice as fast is twice as fast though a longer prompt fell into its steps by chance."""
+    ones = np.ones(BUCKETS)
+    none = episode(4.0 * ones, 5.0 * ones)
+    none.bucket_prompts_s[:] = 1.0
+    fast = episode(8.0 * ones, 4.0 * ones + np.where(np.arange(BUCKETS) == 7, 500.0, 0.0))
+    fast.bucket_prompts_s[7] = 500.0
+    speed = Speed(ONE_STAGE, [none])
+    assert speed([none]) == pytest.approx(none.goodput)
+    assert speed([fast]) / speed([none]) == pytest.approx(5.0 / (2.0 + 1.0))
+    low, high = speed.interval([fast], [none])
+    assert high - low < 1e-9
+
+
 def test_buckets_know_their_stage() -> None:
     scenario = load_scenario("phase_shift")
     stage = stages_of(scenario, scenario.steps)
