@@ -222,15 +222,22 @@ class StepTime:
         return line
 
     def _alone_ms(self, tokens: Array) -> Array:
-        """Return what tokens take without KV: by the curve, beyond all that was seen by the line
-        from its ends.
+        """Return what tokens, rising, take without KV: by the curve, beyond all that was seen by
+        the line from its ends.
         """  # noqa: D205
         fixed, per_token = self.verify.weights().tolist()
-        low, high = self.curve.reach
-        inside = np.minimum(np.maximum(tokens, low), high) if self.started else tokens
-        line = fixed + per_token / TOKENS_UNIT * tokens
+        end, inside = len(tokens), tokens
+        if self.started:
+            # All that are beyond have the same last one inside.
+            low, high = self.curve.reach
+            end = min(int(tokens.searchsorted(high, "right")) + 1, end)
+            inside = np.minimum(np.maximum(tokens[:end], low), high)
+        ms = self.curve.ms(inside)
         anchor = np.maximum(fixed + per_token / TOKENS_UNIT * inside, 1e-9)
-        took: Array = self.curve.ms(inside) * (line / anchor)
+        took: Array = fixed + per_token / TOKENS_UNIT * tokens
+        for part, last in ((slice(end), slice(None)), (slice(end, None), slice(-1, None))):
+            took[part] /= anchor[last]
+            took[part] *= ms[last]
         return took
 
     def verify_one_ms(self, tokens: float, kv_tokens: float) -> float:

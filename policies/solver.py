@@ -304,11 +304,16 @@ def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
     use = (flat_worth < draft_worth) | ((first <= 0.0) & batch.current)
     # No budget does better than all tokens that are worth more than a price, each at that price.
     bound = np.maximum(flat_worth, draft_worth).sum(axis=1) - _DEPTHS[:depths] * costs.pass_ms
-    bound += (price * np.arange(len(costs.verify_ms)) - costs.verify_ms).max()
+    # Nor is any larger than there are tokens that gain.
+    most = min(int(np.count_nonzero(gain[NGRAM:] > 0.0)) + 1, len(costs.verify_ms))
+    bound += (price * np.arange(most) - costs.verify_ms[:most]).max()
+    some = use.any(axis=1)
     best = -np.inf, 0
     for depth in np.argsort(-bound, kind="stable").tolist():
         if bound[depth] < best[0] - _ROUNDING * costs.verify_ms[-1]:
             break
+        if depth and not some[depth]:
+            continue  # passes that nobody drafts in: no depth does as well
         net = np.where(use[depth], gain[DRAFT_MODEL], flat_gain)
         np.copyto(net[depth:], _BARRED, where=use[depth])
         ranked, budget, score = _best_budget(net, costs.verify_ms)
