@@ -321,7 +321,10 @@ def _best_at(batch: _Batch, value: float, price: float) -> Allocation:
         if (score, -depth) > best:
             best, found = (score, -depth), (net, ranked, budget)
     net, ranked, budget = found
-    k = _first(net, ranked[budget - 1], budget) if budget else np.zeros(batch.rows, np.int32)
+    if not budget:
+        none = no_speculation(batch.rows, batch.emits, costs)
+        return replace(none, price_ms=_cut(ranked, 0, price))
+    k = _first(net, ranked[budget - 1], budget)
     chosen = np.where(use[-best[1]], DRAFT_MODEL, flat)
     return _priced(
         batch, np.where(k > 0, chosen, NONE).astype(np.uint8), k, _cut(ranked, budget, price)
