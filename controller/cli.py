@@ -25,6 +25,7 @@ from parlay.controller.log import StepLog
 from parlay.controller.observatory import Observatory
 from parlay.controller.reflection import check_reflection
 from parlay.controller.running import Running, doors, set_level
+from parlay.controller.seldom import StrangersText
 from parlay.controller.service import serve as serve_host
 from parlay.controller.sharing import Sharing
 from parlay.controller.store import open_store
@@ -51,6 +52,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     environment (PARLAY_TLS_CERT); a flag beats the environment, which beats the file.
     """
     logging.basicConfig(format="level=%(levelname)s logger=%(name)s %(message)s")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(StrangersText())
     told: Config | None = None
     try:
         told = load(flags, config)

@@ -21,11 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from tests.faulty_line import FaultyLine, flipping, garbage
 from tests.load import RECOVERED_S, Steered, steered
-from tests.sidecars import FIXED, Sidecar, count, running
+from tests.sidecars import FIXED, WAIT_S, Sidecar, count, running
 
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.remote import EngineInfo, RemotePlanner
@@ -151,6 +153,21 @@ def test_frames_that_come_damaged(line: FaultyLine, kind: str, seconds: float) -
             load.run(seconds)
             line.damage = None
             load.recovers()
+
+
+def test_metadata_that_is_no_text_is_said_without_it(sidecar: Sidecar, line: FaultyLine) -> None:
+    line.damage = lambda data: data.replace(b"Bearer s3cret", b"Bearer s3c\xbeet")
+    with grpc.insecure_channel(f"127.0.0.1:{line.port}") as channel:
+        decide: Any = channel.unary_unary("/parlay.v1.PolicyService/Decide")
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as caught:
+                decide(b"", metadata=(("authorization", "Bearer s3cret"),), timeout=10.0)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    deadline_s = time.monotonic() + WAIT_S
+    while not any("metadata of a call is no text" in line for line in sidecar.errors):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert not any("s3c" in line or "Traceback" in line for line in sidecar.errors)
 
 
 @pytest.mark.parametrize("times", long(5, 300))

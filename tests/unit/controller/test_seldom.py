@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from parlay.controller.host import Host
-from parlay.controller.seldom import SAY_S, Seldom
+from parlay.controller.seldom import SAY_S, Seldom, StrangersText
 from parlay.controller.service import Servicer
 from parlay.policies.synthetic import History
 from parlay.protos.codec import encode_report
@@ -90,3 +90,27 @@ def test_a_failure_of_ours_is_said_with_where_it_was(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
+
+
+def test_text_of_a_peer_that_is_none_is_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
+    clock, grpcs = Clock(), logging.getLogger("test.cygrpc")
+    grpcs.addFilter(StrangersText(Seldom(clock)))
+
+    def decoded(data: bytes) -> None:
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            grpcs.exception("Invalid encoding on %s", data)
+
+    for _ in range(300):
+        decoded(b"gr\xbec-python")
+    clock.now_s += SAY_S
+    decoded(b"gr\xbec-python")
+    assert len(caplog.records) == 2
+    assert "Traceback" not in caplog.text
+    assert "python" not in caplog.text  # it may be most of a token
+    try:
+        raise RuntimeError("ours")
+    except RuntimeError:
+        grpcs.exception("Unexpected")
+    assert "Traceback" in caplog.text
