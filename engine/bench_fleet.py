@@ -1,4 +1,4 @@
-"""Many engines on one sidecar: round trips, losses, its memory.
+"""Many engines on one sidecar: round trips, losses, its memory and CPU time.
 
 The engines are streams of this process, and what they report was made beforehand: on a small
 machine they would else take the time that is to be measured. Each has a step every 10 ms, give or
@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from parlay.engine.bench_cpu import CpuUse
 from parlay.engine.bench_memory import resident_mb
 from parlay.engine.remote import OPTIONS
 from parlay.policies.policy import make_policy
@@ -52,20 +53,22 @@ class Engine:
     round_trip_us: list[float] = field(default_factory=list)
 
 
-def measure_fleet(target: str, pid: int, engines: int, seconds: float) -> dict[str, float]:
+def measure_fleet(
+    target: str, pid: int, engines: int, seconds: float
+) -> dict[str, float | list[float]]:
     """Return the figures of `engines` on the sidecar at `target`, whose process is `pid`.
 
     Times in microseconds, memory in MB (10^6 bytes, nan where the system does not tell). Raises
     OSError where the sidecar does not answer.
     """
     fleet = [Engine(number, _recorded(number)) for number in range(engines)]
-    memory_mb: list[float] = []
+    memory_mb, use = list[float](), CpuUse(pid)
     try:
-        asyncio.run(_run(target, pid, fleet, seconds, memory_mb))
+        asyncio.run(_run(target, fleet, seconds, memory_mb, use))
     except (grpc.RpcError, TimeoutError, ValueError) as error:
         said = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         raise OSError(f"the sidecar does not answer: {said or 'it is silent'}") from None
-    return _figures(fleet, memory_mb)
+    return _figures(fleet, memory_mb, use)
 
 
 def percentiles(prefix: str, samples_us: Iterable[float]) -> dict[str, float]:
@@ -99,21 +102,22 @@ def _replayed(engine: Engine, step: int) -> codec.StepReport:
 
 
 async def _run(
-    target: str, pid: int, fleet: Sequence[Engine], seconds: float, memory_mb: list[float]
+    target: str, fleet: Sequence[Engine], seconds: float, memory_mb: list[float], use: CpuUse
 ) -> None:
     async with grpc.aio.insecure_channel(target, options=OPTIONS) as channel:
-        watch = asyncio.create_task(_watch(pid, memory_mb))
+        watch = asyncio.create_task(_watch(memory_mb, use))
         try:
             await asyncio.gather(*(_steer(channel, engine, seconds) for engine in fleet))
         finally:
             watch.cancel()
 
 
-async def _watch(pid: int, memory_mb: list[float]) -> None:
-    """Note the memory of process `pid` again and again, once all are warm."""
+async def _watch(memory_mb: list[float], use: CpuUse) -> None:
+    """Note the memory and the CPU time of a process again and again, once all are warm."""
     await asyncio.sleep(WARM_UP_S)
-    while (now_mb := resident_mb(pid)) is not None:
+    while (now_mb := resident_mb(use.pid)) is not None:
         memory_mb.append(now_mb)
+        use.note()
         await asyncio.sleep(SAMPLE_S)
 
 
@@ -145,13 +149,19 @@ async def _steer(channel: grpc.aio.Channel, engine: Engine, seconds: float) -> N
     await stream.done_writing()
 
 
-def _figures(fleet: Sequence[Engine], memory_mb: Sequence[float]) -> dict[str, float]:
+def _figures(
+    fleet: Sequence[Engine], memory_mb: Sequence[float], use: CpuUse
+) -> dict[str, float | list[float]]:
     part = max(len(memory_mb) // _PARTS, 1)
     known = memory_mb or [np.nan]
+    tenths = zip(*(np.array_split(engine.round_trip_us, 10) for engine in fleet), strict=True)
     return {
         **percentiles("engines_", [us for engine in fleet for us in engine.round_trip_us]),
+        "engines_p99_tenths_us": [float(np.percentile(np.concatenate(t), 99)) for t in tenths],
         "engines_steps": sum(engine.steps for engine in fleet),
         "engines_lost": sum(engine.lost for engine in fleet),
         "engines_memory_start_mb": float(median(known[:part])),
         "engines_memory_end_mb": float(median(known[-part:])),
+        "engines_sidecar_cores": use.cores,
+        "engines_stolen_share": use.stolen_share,
     }

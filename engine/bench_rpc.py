@@ -24,7 +24,10 @@ _MEANING = {
     "fresh_share": "steps that followed a plan of the newest report or the one before",
     "engines_p50_us": "from a report to its plan, 64 requests and a step each 10 ms everywhere",
     "engines_lost": "reports that no plan came back for",
+    "engines_p99_tenths_us": "the same by tenths of the time: one that stands out was disturbed",
     "engines_memory_end_mb": "of the sidecar's process",
+    "engines_sidecar_cores": "that the sidecar kept busy",
+    "engines_stolen_share": "of this machine's time, by its host's other guests",
 }
 WARM_UP_STEPS = 50
 PACE_S = 0.010
@@ -56,10 +59,15 @@ def bench_rpc(
         typer.echo(f"parlay bench rpc: {error}", err=True)
         raise typer.Exit(1) from None
     for name, value in figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else value
-        typer.echo(f"{name:23} {shown!s:8} {_MEANING.get(name, '')}".rstrip())
+        typer.echo(f"{name:23} {_shown(value):8} {_MEANING.get(name, '')}".rstrip())
     if json_file is not None:
         write_json(json_file, figures)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(_shown(part) for part in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measure(target: str, requests: int, steps: int) -> dict[str, float]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from parlay.engine import bench_fleet
+from parlay.engine.bench_cpu import CpuUse
 from parlay.engine.bench_rpc import bench_rpc
 from parlay.protos import codec
 
@@ -35,6 +39,8 @@ def test_the_command_writes_every_figure(tmp_path: Path) -> None:
     assert found["engines_steps"] == pytest.approx(400, rel=0.1)
     assert found["engines_p50_us"] <= found["engines_p99_us"]
     assert found["engines_memory_end_mb"] > 10.0
+    assert len(found["engines_p99_tenths_us"]) == 10
+    assert found["engines_sidecar_cores"] > 0.0
     assert "engines_lost" in done.output
 
 
@@ -63,8 +69,30 @@ def test_figures_are_of_every_engine() -> None:
         bench_fleet.Engine(0, [], 100, 0, [1000.0] * 99 + [9000.0]),
         bench_fleet.Engine(1, [], 100, 6, [2000.0] * 100),
     ]
-    found = bench_fleet._figures(engines, [50.0, 51.0, 70.0, 60.0, 55.0, 55.0, 54.0])
+    memory_mb = [50.0, 51.0, 70.0, 60.0, 55.0, 55.0, 54.0]
+    found: Any = bench_fleet._figures(engines, memory_mb, CpuUse(1))
     assert (found["engines_steps"], found["engines_lost"]) == (200, 6)
     assert found["engines_p99_us"] == pytest.approx(2000.0, rel=0.05)
     assert (found["engines_memory_start_mb"], found["engines_memory_end_mb"]) == (50.0, 54.0)
-    assert math.isnan(bench_fleet._figures(engines, [])["engines_memory_end_mb"])
+    assert found["engines_p99_tenths_us"][:9] == [2000.0] * 9
+    assert found["engines_p99_tenths_us"][9] > 7000.0
+    unknown: Any = bench_fleet._figures(engines, [], CpuUse(1))
+    assert math.isnan(unknown["engines_memory_end_mb"])
+    assert math.isnan(unknown["engines_sidecar_cores"])
+
+
+def test_a_process_that_works_keeps_a_core_busy() -> None:
+    use = CpuUse(os.getpid())
+    use.note()
+    end_s = time.process_time() + 0.2
+    while time.process_time() < end_s:
+        pass
+    use.note()
+    use.notes[-1] = (use.notes[0][0] + 0.4, *use.notes[-1][1:])
+    assert use.cores == pytest.approx(0.5, abs=0.2)
+    assert 0.0 <= use.stolen_share <= 1.0
+
+
+def test_time_that_the_host_gave_to_others_is_a_share_of_all() -> None:
+    use = CpuUse(1, [(0.0, 1.0, 2.0, 100.0), (10.0, 6.0, 4.0, 120.0)])
+    assert (use.cores, use.stolen_share) == (0.5, 0.1)
