@@ -30,9 +30,8 @@ function layout(own) {
 }
 
 function draw() {
-  for (const [id, figure] of Object.entries(newest.figures)) {
-    Plotly.react(id, figure.data, layout(figure.layout), CONFIG);
-  }
+  const plots = Object.entries(newest.figures);
+  return Promise.all(plots.map(([id, figure]) => Plotly.react(id, figure.data, layout(figure.layout), CONFIG)));
 }
 
 async function refresh() {
@@ -44,7 +43,7 @@ async function refresh() {
     for (const [id, html] of Object.entries(newest.html)) {
       document.getElementById(id).innerHTML = html;
     }
-    draw();
+    await draw();
     document.getElementById("away").hidden = true;
     document.body.dataset.state = "live";
   } catch (error) {

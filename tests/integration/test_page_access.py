@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import authority, signed
 from tests.integration.test_security import token_file, until
-from tests.integration.test_web import browse, needs_browser, steer
+from tests.integration.test_web import browse, browse_live, needs_browser, steer
 from tests.sidecars import Sidecar, running
 
 from parlay.controller import doctor
@@ -172,8 +172,7 @@ def test_a_browser_is_let_in_with_the_password_alone(tmp_path: Path, readers: Pa
         shut = browse(url, tmp_path / "a", "--dump-dom")
         assert "engine-7" not in shut
         assert 'data-state="live"' not in shut
-        page = browse(url.replace("//", f"//anna:{TOKEN}@"), tmp_path / "b", "--dump-dom")
-        assert 'data-state="live"' in page
+        page = browse_live(url.replace("//", f"//anna:{TOKEN}@"), tmp_path / "b")
         assert "engine-7" in page
         assert page.count('class="js-line"') >= 6
         shown = json.dumps(page)
