@@ -143,7 +143,8 @@ def tune(scenario: Scenario, choices: Sequence[str], workers: int) -> str:
     """
     left = list(choices)
     for steps in _TUNING_STEPS:
-        short = scenario.shortened(min(steps, scenario.steps))
+        # Else a stage would be little more than the prompts that it begins with.
+        short = scenario.shortened(min(steps * len(scenario.stages), scenario.steps))
         # Statics learn nothing: their warm-up only mixes the requests' ages.
         warm_up = min(scenario.warm_up_steps, _TUNING_WARM_UP)
         short = dataclasses.replace(short, runs=1, warm_up_steps=warm_up)
