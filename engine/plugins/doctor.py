@@ -28,14 +28,15 @@ def checks(asked: Asked) -> Iterator[Finding]:
     """Check one engine's plugin, if one was asked for."""
     if asked.engine is None:
         return
-    if asked.engine not in _ENGINES:
+    engine = _ALSO.get(asked.engine, asked.engine)
+    if engine not in _ENGINES:
         mend = f"--engine is one of {', '.join(_ENGINES)}; the guide says how to write one"
         yield Finding(FAIL, "engine", f"there is no plugin for {asked.engine!r}", mend)
         return
-    package, check = _ENGINES[asked.engine]
+    package, check = _ENGINES[engine]
     if importlib.util.find_spec(package) is None:
         mend = "run parlay doctor with the Python that the engine runs with"
-        yield Finding(FAIL, asked.engine, f"{package} is not installed here", mend)
+        yield Finding(FAIL, engine, f"{package} is not installed here", mend)
         return
     yield _decider()
     yield from check()
@@ -85,7 +86,7 @@ def _vllm_methods() -> Iterator[Finding]:
             yield Finding(WARN, method, "this vLLM does not have it")
             continue
         if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            mend = "pip install arctic-inference==0.1.1"
+            mend = "install arctic-inference==0.1.1; engine/plugins/VLLM.md says how it builds"
             yield Finding(WARN, method, "vLLM has it with arctic-inference only", mend)
             continue
         try:
@@ -157,3 +158,4 @@ _ENGINES: dict[str, tuple[str, Callable[[], Iterator[Finding]]]] = {
     "huggingface": ("transformers", _huggingface),
     "sglang": ("sglang", _sglang),
 }
+_ALSO = {"hf": "huggingface", "transformers": "huggingface"}

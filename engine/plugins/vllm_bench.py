@@ -53,7 +53,7 @@ def bench_vllm(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Compare steered vLLM with vLLM's n-gram at fixed lengths and with none, greedily."""
-    os.environ.update({**_ENVIRONMENT, "PARLAY_POLICY": policy})
+    os.environ.update({**environment(os.environ), "PARLAY_POLICY": policy})
     register()
     llm = _engine(model, dtype)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -78,6 +78,13 @@ def bench_vllm(
     typer.echo(_table(report))
     if json_file is not None:
         write_json(json_file, report)
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that vLLM is to find beside those given."""
+    # vLLM's n-gram runs on numba, which would give all that follows every core there is.
+    threads = given.get("NUMBA_NUM_THREADS") or given.get("OMP_NUM_THREADS")
+    return _ENVIRONMENT | ({"NUMBA_NUM_THREADS": threads} if threads else {})
 
 
 def _engine(model: Path | None, dtype: str) -> Any:

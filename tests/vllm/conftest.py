@@ -15,6 +15,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",
 )
 HERE = Path(__file__).parent
 

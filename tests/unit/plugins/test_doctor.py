@@ -76,7 +76,7 @@ def test_a_vllm_that_would_be_steered(vllm: Any, monkeypatch: pytest.MonkeyPatch
     assert found["ngram"].text == (
         "our n-gram, up to 5 tokens, a k for each request, synchronous scheduling"
     )
-    assert found["suffix"].mend == "pip install arctic-inference==0.1.1"
+    assert "arctic-inference==0.1.1" in found["suffix"].mend
     assert "eagle or our n-gram" in found["eagle"].text
     assert found["medusa"].text == "this vLLM does not have it"
 
@@ -122,8 +122,9 @@ def test_an_engine_that_is_not_here_or_not_ours() -> None:
     assert list(doctor.checks(Asked())) == []
 
 
-def test_hugging_face() -> None:
-    assert look("huggingface")["huggingface"].verdict is OK
+@pytest.mark.parametrize("name", ["huggingface", "hf", "transformers"])
+def test_hugging_face(name: str) -> None:
+    assert look(name)["huggingface"].verdict is OK
 
 
 def test_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

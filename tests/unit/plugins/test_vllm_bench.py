@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parlay.engine.plugins.vllm_bench import _decode, report_of
+from parlay.engine.plugins.vllm_bench import _decode, environment, report_of
 
 
 def test_ours_is_held_against_the_best_of_each_load_and_the_best_single_way() -> None:
@@ -48,3 +48,10 @@ def test_so_many_run_at_once_until_each_is_answered(monkeypatch: pytest.MonkeyPa
     engine = Engine()
     assert _decode(engine, [("chat", [1])] * 7, 3, 3) > 0
     assert (engine.most, engine.seen, engine.live) == (3, 7, [])
+
+
+def test_vllms_ngram_leaves_the_model_as_many_threads_as_were_asked_for() -> None:
+    assert environment({"OMP_NUM_THREADS": "1"})["NUMBA_NUM_THREADS"] == "1"
+    both = environment({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"})
+    assert both["NUMBA_NUM_THREADS"] == "2"
+    assert "NUMBA_NUM_THREADS" not in environment({})
