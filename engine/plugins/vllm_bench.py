@@ -67,6 +67,7 @@ def bench_vllm(
     for done, at_once in itertools.product(range(rounds + 1), loads):
         repeated = asked * -(-_FULL * at_once // len(asked))
         for way, speed in _round(llm, scheduler, repeated, at_once, tokens, took[at_once]):
+            typer.echo(f"round {done}, {at_once} at once, {way}: {speed:.1f} tokens/s", err=True)
             if done:  # the first only warms up
                 speeds[at_once][way].append(speed)
     report = report_of(speeds)
