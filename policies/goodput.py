@@ -151,8 +151,11 @@ class Goodput:
         block_price_ms: see `weighted`.
         """
         rows, prompts = max(len(view), 1), int(view.prefill_tokens.sum())
-        fed = max(prompts + int(np.count_nonzero(view.prefill_tokens == 0)), rows)
-        most = min(len(view) * self.acceptance.k_max, max(self.limits.token_budget - fed, 0))
+        decoding = int(np.count_nonzero(view.prefill_tokens == 0))
+        fed = max(prompts + decoding, rows)
+        # Drafts come on top of the prompts of a step, or in the stead of some, as engines have it:
+        # a step that is full of prompts is no reason to draft nothing in.
+        most = min(decoding * self.acceptance.k_max, max(self.limits.token_budget - decoding, 0))
         # Prompts take their time whatever is drafted. Counted here they would make a token look
         # worth as much as a step of prompts costs, and every such step draft in vain: they only
         # say where on the curve drafts are verified.

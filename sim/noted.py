@@ -22,13 +22,17 @@ _TO_LEARN = (int(Reason.EXPLORE), int(Reason.WARM_UP))
 
 
 def prompts_ms(costs: CostModel, outcome: StepOutcome) -> float:
-    """Return by how much the prompts in a step made it longer."""
+    """Return by how much the prompts in a step would have made it longer, had nobody drafted.
+
+    So drafts pay for what they add to a step of prompts, where a token costs more.
+    """
     if not outcome.prefill_tokens:
         return 0.0
     rows, kv = int((outcome.emitted > 0).sum()), outcome.kv_tokens
-    alone = max(outcome.padded_tokens - outcome.prefill_tokens, 1)
+    fed = outcome.padded_tokens - int(outcome.verified_k.sum())
+    alone = max(fed - outcome.prefill_tokens, 1)
     without = costs.time(Work(alone, rows, kv)).verify_ms
-    return costs.time(Work(outcome.padded_tokens, rows, kv)).verify_ms - without
+    return costs.time(Work(fed, rows, kv)).verify_ms - without
 
 
 class NotedPlanner:

@@ -154,7 +154,7 @@ def _true_costs(
 ) -> StepCosts:
     fixed = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
     decoding = int((view.prefill_tokens == 0).sum())
-    most = max(min(decoding * depth, limits.token_budget - fixed), 0)
+    most = max(min(decoding * depth, limits.token_budget - decoding), 0)
     price = backend.costs.time
     # One price an edge: within a bucket nothing changes.
     tokens = padded(fixed + np.arange(most + 1), view.bucket_edges)
