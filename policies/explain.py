@@ -293,8 +293,6 @@ def _notes(core: Goodput | None, view: BatchView, plan: Plan, row: int, proposer
         notes.append(
             "the guard measures or has turned the policy off; estimates are the policy's of now"
         )
-    if core is not None and _decoding(view) + view.prefill_tokens.sum() >= core.limits.token_budget:
-        notes.append("prompts fill the step: there is no room for drafts")
     if math.isfinite(view.tpot_target_ms[row]):
         notes.append("its latency target makes its tokens count more or less; figures leave it out")
     if plan.budget_tokens != NO_BUDGET:
@@ -302,10 +300,6 @@ def _notes(core: Goodput | None, view: BatchView, plan: Plan, row: int, proposer
     if view.match_tokens[row] <= 0 and view.proposer_mask[row] >> NGRAM & 1 and not proposer:
         notes.append("the n-gram found no match in its text")
     return notes
-
-
-def _decoding(view: BatchView) -> int:
-    return int((view.prefill_tokens == 0).sum())
 
 
 def _finite(value: Any) -> Any:

@@ -160,17 +160,6 @@ def test_what_leaves_no_choice_is_said_first(
     assert because(Reason.NO_GAIN, prompt, max_k, guards) == said
 
 
-def test_prompts_that_fill_the_step_are_said_to() -> None:
-    policy, view, plan = learned()
-    request = int(view.request_id[0])
-    assert not any("prompts fill" in note for note in explain(policy, view, plan, request).notes)
-    view.prefill_tokens[3] = LIMITS.token_budget
-    view.step_id += 1
-    why = explain(policy, view, policy.decide(view), request)
-    assert [option.k for option in why.options] == [0]
-    assert any("prompts fill the step" in note for note in why.notes)
-
-
 def test_a_request_that_is_not_there_is_refused() -> None:
     policy, view, plan = learned(steps=1)
     with pytest.raises(ValueError, match=r"request 123456789 is not in the plan of step \d+"):

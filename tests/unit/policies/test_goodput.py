@@ -168,20 +168,34 @@ def test_a_plan_fits_its_own_batch_unchanged() -> None:
         policy.observe(step(requests, view, plan, Machine(), rng))
 
 
-def test_while_prompts_fill_the_step_a_stale_price_lets_no_deep_draft_through() -> None:
-    """A plan without room has a price all the same: the next step may use it for other rows."""
+@pytest.mark.parametrize("tag", ["chat", "edit", "logs"])
+def test_a_stale_price_of_a_step_of_prompts_lets_no_deep_draft_through(tag: str) -> None:
+    """The plan of such a step has a price all the same: the next may use it for other rows."""
     policy, rng = goodput(), np.random.default_rng(0)
-    requests = [make_request(0, n, "chat") for n in range(16)]
-    for step_id in range(40):
+    requests = [make_request(0, n, tag) for n in range(16)]
+    for step_id in range(20):
         view = view_of(requests, step_id)
         policy.observe(step(requests, view, policy.decide(view), Machine(), rng))
-    full = view_of(requests, 40)
+    full = view_of(requests, 20)
     full.prefill_tokens[3:] = LIMITS.token_budget
     plan = policy.decide(full)
-    assert not plan.k.any()
-    assert plan.marginal_token_price_ms >= 0.3 * plan.token_value_ms > 0.0
-    after = view_of(requests, 41)
+    assert plan.marginal_token_price_ms > 0.0
+    after = view_of(requests, 21)
     assert fit_plan(plan, after).k.sum() <= policy.decide(after).k.sum() + 8
+
+
+def test_rows_draft_beside_prompts_that_fill_the_step() -> None:
+    """Drafts come on top of a step's prompts: all that they cost is what they add to it."""
+    policy, rng = goodput(), np.random.default_rng(0)
+    requests = [make_request(0, n, "edit") for n in range(4)]
+    for step_id in range(20):
+        view = view_of(requests, step_id)
+        policy.observe(step(requests, view, policy.decide(view), Machine(), rng))
+    full = view_of(requests, 20)
+    full.prefill_tokens[3] = LIMITS.token_budget
+    plan = policy.decide(full)
+    assert plan.k[:3].any()
+    assert plan.k[3] == 0
 
 
 def test_a_batch_that_fills_up_is_not_planned_as_a_small_one() -> None:
