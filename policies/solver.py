@@ -113,7 +113,8 @@ def no_speculation(rows: int, emits: float, costs: StepCosts) -> Allocation:
     Its price is for the steps after this one, which may have room where this one has none.
     """
     if len(costs.verify_ms) > 1:
-        price = float(costs.verify_ms[1] - costs.verify_ms[0])
+        # Not of the first token alone, which is cheap where prices of drafting are bounded below.
+        price = _first_price(costs.verify_ms, rows)
     else:
         price = _SCARCE * float(costs.verify_ms[0]) / emits
     zeros = np.zeros(rows, np.int32)
