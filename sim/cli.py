@@ -79,11 +79,7 @@ def simulate(
     chosen = [
         _changed(one, concurrency, costs, trace, acceptance) for one in named_scenarios(scenario)
     ]
-    # The report is a folder, which may be there already.
-    page = report / "index.html" if report is not None and report.is_dir() else report
-    for path in (json_path, page):
-        if path is not None:
-            check_writable(path)
+    _check_outputs(json_path, report)
     console, results, parts = Console(), list[Result](), list[Part]()
     at_once, slo = workers or os.cpu_count() or 1, Slo(slo_ttft_s, slo_tpot_ms)
     with Bar(console, *_COLUMNS) as bar:
@@ -93,14 +89,22 @@ def simulate(
             results.append(_judged(one, policies, seeded, count, at_once, slo, bar))
             bar.print(_table(one, results[-1].rows))
             if decompose:
-                parts += _taken_apart(one, seeded, count, at_once, bar)
-                bar.print(_parts_table(one, parts))
+                parts += (found := _taken_apart(one, seeded, count, at_once, bar))
+                bar.print(_parts_table(one, found))
     every = [row for result in results for row in result.rows]
     if json_path is not None:
         more = {"parts": [dataclasses.asdict(part) for part in parts]} if decompose else {}
         write_json(json_path, {**as_json(every), **more})
     if report is not None:
         console.print(f"report: {write_report(report, results)}")
+
+
+def _check_outputs(json_path: Path | None, report: Path | None) -> None:
+    """Refuse what could not be written in the end; a report is a folder that may be there."""
+    page = report / "index.html" if report is not None and report.is_dir() else report
+    for path in (json_path, page):
+        if path is not None:
+            check_writable(path)
 
 
 def _judged(
@@ -153,9 +157,8 @@ def _parts_table(scenario: Scenario, parts: list[Part]) -> Table:
     for name in ("gain %", "95% interval"):
         table.add_column(name, justify="right", no_wrap=True)
     for part in parts:
-        if part.scenario == scenario.name:
-            low, high = (f"{100.0 * (end - 1.0):+.1f}" for end in part.ci95)
-            table.add_row(part.part, f"{100.0 * (part.ratio - 1.0):+.1f}", f"{low} to {high}")
+        gain, low, high = (f"{100.0 * (x - 1.0):+.1f}" for x in (part.ratio, *part.ci95))
+        table.add_row(part.part, gain, f"{low} to {high}")
     return table
 
 

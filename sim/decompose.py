@@ -73,8 +73,8 @@ def decompose(
         ratio = speed(own[after]) / speed(own[before])
         return Part(scenario.name, name, ratio, speed.interval(own[after], own[before]))
 
-    befores = [PILOT, *CHAIN.values()]
-    parts = [part(name, b, CHAIN[name]) for name, b in zip(CHAIN, befores, strict=False)]
+    befores = [PILOT, *CHAIN.values()][:-1]
+    parts = [part(name, b, CHAIN[name]) for name, b in zip(CHAIN, befores, strict=True)]
     if late:
         parts.append(part(DELAY, PILOT, ON_TIME))
     return parts

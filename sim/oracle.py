@@ -35,6 +35,7 @@ from parlay.sim.backend import SimBackend
 from parlay.sim.costs import Work
 from parlay.sim.latent import Latents
 from parlay.sim.noted import prompts_ms
+from parlay.sim.true_prices import TruePrices
 
 Survival = Callable[[Array, Array], Array]
 """From latents' rows and output positions to survival f64 [n, PROPOSERS, K]."""
@@ -155,26 +156,12 @@ def _true_costs(
     fixed = int(np.where(view.prefill_tokens > 0, view.prefill_tokens, 1).sum())
     decoding = int((view.prefill_tokens == 0).sum())
     most = max(min(decoding * depth, limits.token_budget - decoding), 0)
-    price = backend.costs.time
-    # One price an edge: within a bucket nothing changes.
+    prices = TruePrices(backend)
+    prices.look(view)
     tokens = padded(fixed + np.arange(most + 1), view.bucket_edges)
-    unique, where = np.unique(tokens, return_inverse=True)
-    took = [price(Work(int(n), decoding, view.kv_tokens)) for n in unique]
-    verify = np.maximum.accumulate(np.array([t.verify_ms + t.overhead_ms for t in took])[where])
-    kv = view.kv_tokens
-    one, many = (
-        float(price(Work(0, 0, 0, draft_rows=(n,), draft_kv_tokens=kv)).draft_ms[DRAFT_MODEL])
-        for n in (1, max(decoding, 2))
-    )
-    per_row = (many - one) / max(decoding - 1, 1)
-    token_ms = np.zeros(PROPOSERS)
-    token_ms[DRAFT_MODEL] = max(per_row, 0.0)
-    switch = np.zeros(len(view))
-    if backend.catches_up:
-        work = Work(0, 0, 0, draft_rows=(1,), catch_up_tokens=512)
-        unit = float(price(work).draft_ms[DRAFT_MODEL])
-        switch = behind(view.draft_kv_lag) * max(unit - one, 0.0) / 512 / DWELL_STEPS
-    return StepCosts(verify, one, token_ms, switch)
+    a_pass, token_ms, catch_up_ms = prices.draft_ms()
+    switch_ms = behind(view.draft_kv_lag) * catch_up_ms / DWELL_STEPS
+    return StepCosts(prices.verify_ms(tokens, view.kv_tokens), a_pass, token_ms, switch_ms)
 
 
 def _true_ms(backend: SimBackend, view: BatchView, plan: Allocation) -> float:

@@ -66,14 +66,14 @@ def told(name: str, costs: str = "h200_8b") -> Told:
 def test_told_costs_are_the_simulators(costs: str) -> None:
     policy, price = told("told_all", costs), load_costs(costs).time
     own = policy.core.step_time
-    assert policy._costs is not None
-    policy._costs.rows = 64
+    assert own is policy.prices  # type: ignore[comparison-overlap]
+    policy.prices.rows, policy.prices.kv_tokens = 64, 4000
     took = price(Work(64 + 24, 64, 4000))
     assert own.verify_ms(np.array([88]), 4000.0)[0] == pytest.approx(
         took.verify_ms + took.overhead_ms
     )
     a_pass, token_ms, catch_up_ms = own.draft_ms()
-    full = price(Work(0, 0, 0, draft_rows=(64,))).draft_ms[DRAFT_MODEL]
+    full = price(Work(0, 0, 0, draft_rows=(64,), draft_kv_tokens=4000)).draft_ms[DRAFT_MODEL]
     assert a_pass + 63 * token_ms[DRAFT_MODEL] == pytest.approx(full)
     late = price(Work(0, 0, 0, draft_rows=(1,), catch_up_tokens=512)).draft_ms[DRAFT_MODEL]
     assert a_pass + 512 * catch_up_ms == pytest.approx(late)

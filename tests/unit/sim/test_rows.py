@@ -8,10 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from parlay.sim.load import arrivals_of
 from parlay.sim.rows import Slo, rows_of
 from parlay.sim.scenario import Scenario, load_scenario
-from parlay.sim.simulate import Job, maker, run_jobs
+from parlay.sim.simulate import Job, run_jobs
 from parlay.sim.speed import Speed, stages_of
 from parlay.sim.tally import Episode
 
@@ -60,7 +59,7 @@ def test_who_plans_to_learn_says_so() -> None:
 
 
 def test_catching_up_is_paid_where_the_draft_model_was_at_rest() -> None:
-    """Seven tenths of a pass at 1,000 tokens; nothing where scenarios let it read along."""
+    """And nothing where scenarios let it read along."""
     scenario = short("small_gpu", 60)
     drafts = "fixed:proposer=draft_model/k=2"
     paid, free = (
@@ -75,9 +74,6 @@ def test_catching_up_is_paid_where_the_draft_model_was_at_rest() -> None:
 
 def test_oracles_have_waits_too() -> None:
     scenario = short("chat_low", 400)
-    makes = [maker(name) for name in ("none", "hazard_oracle")]
-    from parlay.sim.keyed import run_side_by_side
-
-    plain, oracle = run_side_by_side(scenario, makes, arrivals_of(scenario), [1, 1], 400)
+    plain, oracle = run_jobs([Job(scenario, n, 1, 400) for n in ("none", "hazard_oracle")])
     assert len(plain.ttft_s) == len(plain.tpot_ms)
     assert np.nanmedian(oracle.tpot_ms) < np.nanmedian(plain.tpot_ms)
