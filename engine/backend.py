@@ -72,7 +72,8 @@ class Drafts:
     every token of the row; -1 where it read nothing, or not all: caught_up says how many unread
     tokens it read of such rows. watched, heads_watched: guesses of rows with shadow_k and heads_k.
     draft_ms f32 [PROPOSERS] and draft_depth: what it cost. private: what the backend keeps for
-    `verify` (the draft's distributions). branches: by row, what may stand beside its tokens; trees:
+    `verify` (the draft's distributions). unread: what it has yet to fill in of tokens, confidences
+    and the watched, which `verify` does. branches: by row, what may stand beside its tokens; trees:
     what is verified where some of that pays, else None, and chains are.
     """
 
@@ -83,6 +84,7 @@ class Drafts:
     draft_ms: Array = field(default_factory=lambda: np.zeros(PROPOSERS, np.float32))
     draft_depth: int = 0
     private: Any = None
+    unread: list[Any] = field(default_factory=list)
     caught_up: dict[int, int] = field(default_factory=dict)
     watched: dict[int, list[int]] = field(default_factory=dict)
     heads_watched: dict[int, list[int]] = field(default_factory=dict)

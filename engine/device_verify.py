@@ -112,6 +112,8 @@ def accept_chains(
         p = raced_at.laws(logits)
         raced = race_by(p, keys.tensor, torch.arange(vocab, device=p.device))
         choice = choice.index_copy(0, raced_at.where.tensor, raced)
+    if places.fed is not None:
+        _know(places.fed, every, [c.chains for c in (lossy, rejection) if c is not None])
     run, draft = choice[every.place.tensor], every.draft.tensor
     holds = run[:, :-1] == draft
     if lossy is not None:
@@ -147,6 +149,14 @@ def grid(places: Places, rows: Array) -> tuple[Array, Array]:
     drafts = places.drafts[places.rows[rows], : len(step) - 1]
     place = places.starts[rows, None] + np.minimum(step, k)
     return place, np.where(step[:-1] < k, drafts, -1)
+
+
+def _know(fed: Tensor, every: Chains, some: Sequence[Chains]) -> None:
+    """Put the drafts that the pass was fed, i64 [places], where the host knew their places only."""
+    draft = every.draft.tensor
+    every.draft.tensor = torch.where(draft < 0, draft, fed[every.place.tensor[:, 1:]])
+    for chains in some:
+        chains.draft.tensor = every.draft.tensor[chains.rows.tensor]
 
 
 def keys_of(requests: Sequence[Request], engine_seed: int) -> Array:

@@ -28,7 +28,7 @@ from parlay.policies.types import Array
 @dataclass(slots=True)
 class Judged:
     """accepted [rows] and tokens [rows, K + 1] as of `verify.accept`, path i64 [rows, D] where the
-    drafts are trees, logprobs and overlaps by batch row.
+    drafts are trees, logprobs and overlaps by batch row. told: what was to be read besides.
     """  # noqa: D205
 
     accepted: Array
@@ -36,6 +36,7 @@ class Judged:
     path: Array | None = None
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     overlaps: dict[int, float] = field(default_factory=dict)
+    told: list[Array] = field(default_factory=list)
 
 
 Verdict = Callable[[], Judged]
@@ -50,12 +51,15 @@ def judge(
     law: DraftLaw | None,
     engine_seed: int,
     choice: Tensor | None = None,
+    besides: Sequence[Tensor] = (),
 ) -> Verdict:
     """Judge the drafts of a step on a CPU, at once; call what is returned for the verdict.
 
     logits [places, vocab]; requests, trees and law are the batch's. choice i64 [places]: the first
-    of the largest logits, where they are known; here they are sought anew.
+    of the largest logits, where they are known; here they are sought anew. besides: what else is to
+    be read; on a CPU all has been.
     """
+    assert not besides, "who judges on a CPU has read what was drafted"
     path = None
     if trees is None:
         accepted, tokens = accept(logits, requests, places, law, engine_seed)
@@ -78,6 +82,7 @@ def judge_on_device(
     law: DraftLaw | None,
     engine_seed: int,
     choice: Tensor | None = None,
+    besides: Sequence[Tensor] = (),
 ) -> Verdict:
     """Do as `judge`, wherever the logits lie, without a look at a value before the verdict."""
     rows, path = places.rows, None
@@ -92,7 +97,7 @@ def judge_on_device(
     watched = sorted({} if law is None else law.watched)
     if law is not None and watched:
         found.append(_overlaps(logits, requests, places, law, watched))
-    reading = Reading(found)
+    reading = Reading([*found, *besides])
 
     def verdict() -> Judged:
         parts = iter(reading.arrays())
@@ -109,6 +114,7 @@ def judge_on_device(
             judged.logprobs = collected(requests, of, counts.tolist(), drawn, *told_of)
         if watched:
             judged.overlaps = dict(zip(watched, next(parts).tolist(), strict=True))
+        judged.told = list(parts)
         return judged
 
     return verdict

@@ -176,17 +176,15 @@ class Runner:
     def _on_device(self, values: Array | Tensor) -> Tensor:
         return values if isinstance(values, Tensor) else upload(self.model.device, values)[0]
 
-    def launch(
-        self, fed: Sequence[Sequence[int]], spans: Spans, places: Array, beside: bool
-    ) -> Flight:
-        """Begin to read the rows' tokens and to make the logits of tokens `places`, i64 [n].
+    def launch(self, ids: Array | Tensor, spans: Spans, places: Array, beside: bool) -> Flight:
+        """Begin to read tokens ids i64 [tokens], and to make the logits of those at `places`.
 
         beside: what can go on while Python does other things does; nobody else may run the model
         until it has landed. Else all is done on return, or queued on the device.
         """
-        model, ids = self.model, flat(fed)
+        model = self.model
         if beside and isinstance(model, native.NativeLlama):
-            x = model.embed(torch.from_numpy(ids))
+            x = model.embed(self._on_device(ids))
             return Flight(spans, model.launch(x, self.cache, spans, self.taps, places))
         return Flight(spans, self.forward(ids, spans, places=places))
 

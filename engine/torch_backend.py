@@ -21,15 +21,17 @@ from parlay.engine.landed import Landed
 from parlay.engine.medusa_heads import Heads
 from parlay.engine.proposers.confidence import choice_and_peak
 from parlay.engine.proposers.draft_model import DraftModelProposer
-from parlay.engine.proposers.draft_run import DraftRun
-from parlay.engine.proposers.medusa import HeadsRun, MedusaProposer
+from parlay.engine.proposers.medusa import MedusaProposer
 from parlay.engine.proposers.ngram import NgramProposer
+from parlay.engine.proposers.unread import put_into, settle, take, values
 from parlay.engine.request import Request
-from parlay.engine.runner import Flight, Model, Runner
+from parlay.engine.runner import Flight, Model, Runner, flat
 from parlay.engine.scheduler import EngineConfig
 from parlay.engine.spans import Spans, kept_nodes
 from parlay.engine.timing import Mark
+from parlay.engine.transfer import upload
 from parlay.engine.verify import Places, places_of
+from parlay.policies.allocate import weighs_drafts
 from parlay.policies.policy import EngineLimits
 from parlay.policies.types import Array, Fitted, Plan, Proposer
 
@@ -158,14 +160,16 @@ class TorchBackend:
             if width > 1:
                 drafts.branches |= self._matches(batch, ngram, fit.k, guess[:, 0], width)
             drafts.draft_ms[Proposer.NGRAM] = 1e3 * (time.perf_counter() - start_s)
+        # Who judges on a CPU, grows trees or has to choose among drafts reads them first.
+        read = self.judge is judge or width > 1 or plan is None or weighs_drafts(plan, fit)
         k = np.where(fit.proposer == Proposer.DRAFT_MODEL, fit.k, 0)
         k += batch.shadow_k if len(batch.shadow_k) else 0
         if k.any():
-            self._propose_modelled(batch, np.flatnonzero(k), k, plan, drafts, width)
+            self._propose_modelled(batch, k, plan, drafts, width - 1, read)
         k = np.where(fit.proposer == Proposer.MEDUSA, fit.k, 0)
         k += batch.heads_k if len(batch.heads_k) else 0
         if k.any():
-            self._propose_headed(batch, np.flatnonzero(k), k, plan, drafts, width)
+            self._propose_headed(batch, k, plan, drafts, width - 1, read)
         return drafts
 
     def _matches(
@@ -180,32 +184,27 @@ class TorchBackend:
         return found
 
     def _propose_modelled(
-        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, drafts: Drafts, width: int
+        self, batch: Batch, k: Array, plan: Plan | None, drafts: Drafts, beside: int, read: bool
     ) -> None:
         assert self.draft is not None, "a plan named the draft model, which this engine has not"
-        device = self.draft.runner.model.device
+        rows, device = np.flatnonzero(k), self.draft.runner.model.device
         start = Mark(device)
-        run = self.draft.propose(batch, rows, k, plan, width - 1)
+        run = self.draft.propose(batch, rows, k, plan, beside, read)
         drafts.read_by_draft[rows], drafts.caught_up = run.read, run.caught_up
+        if len(batch.shadow_k) and len(seen := rows[batch.shadow_k[rows] > 0]):
+            drafts.read_by_draft[seen] = np.minimum(drafts.read_by_draft[seen], 0)
         drafts.draft_depth, drafts.private = run.passes, run.law
-        if len(batch.shadow_k) and (seen := batch.shadow_k[rows] > 0).any():
-            drafts.watched = run.watch(rows, seen)
-            drafts.read_by_draft[rows[seen]] = np.minimum(run.read[seen], 0)
-            rows, run = rows[~seen], run.only(~seen)
-        fill(drafts, rows, run)
+        take(drafts, run, rows, batch.shadow_k, drafts.watched)
         self._took(drafts, Proposer.DRAFT_MODEL, start, Mark(device))
 
     def _propose_headed(
-        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, drafts: Drafts, width: int
+        self, batch: Batch, k: Array, plan: Plan | None, drafts: Drafts, beside: int, read: bool
     ) -> None:
         assert self.medusa is not None, "a plan named Medusa heads, which this engine has not"
-        device = self.medusa.heads.ids.device
+        rows, device = np.flatnonzero(k), self.medusa.heads.ids.device
         start = Mark(device)
-        run = self.medusa.propose(batch, rows, k, plan, width - 1)
-        if len(batch.heads_k) and (seen := batch.heads_k[rows] > 0).any():
-            drafts.heads_watched = run.watch(rows, seen)
-            rows, run = rows[~seen], run.only(~seen)
-        fill(drafts, rows, run)
+        run = self.medusa.propose(batch, rows, k, plan, beside, read)
+        take(drafts, run, rows, batch.heads_k, drafts.heads_watched)
         self._took(drafts, Proposer.MEDUSA, start, Mark(device))
 
     def _took(self, drafts: Drafts, proposer: Proposer, start: Mark, end: Mark) -> None:
@@ -240,7 +239,10 @@ class TorchBackend:
         places = [np.arange(ends[r] - 1 - k[r], ends[r]) for r in rows]
         where = np.concatenate(places) if places else np.zeros(0, np.int64)
         layout = places_of(rows, tokens, k)
-        flight = self.runner.launch(fed, spans, where, beside)
+        ids = put_into(flat(fed), drafts.unread, ends, k, self.target.device)
+        if isinstance(ids, Tensor):
+            layout.fed = ids[upload(self.target.device, where)[0]]
+        flight = self.runner.launch(ids, spans, where, beside)
         verdict = None
         if len(rows) and isinstance(flight.made, Landed):
             verdict = self._judge(batch, flight.made, layout, drafts)
@@ -261,6 +263,7 @@ class TorchBackend:
         if len(rows := layout.rows):
             verdict = flying.verdict or self._judge(batch, landed, layout, flying.drafts)
             judged = verdict()
+            settle(flying.drafts, judged.told)
             verified.accepted[rows] = judged.accepted
             verified.tokens[rows, : judged.tokens.shape[1]] = judged.tokens
             verified.logprobs, verified.overlaps = judged.logprobs, judged.overlaps
@@ -285,8 +288,11 @@ class TorchBackend:
     def _judge(self, batch: Batch, landed: Landed, layout: Places, drafts: Drafts) -> Verdict:
         """Begin to accept what holds in the rows that emit."""
         choice = landed.after[0] if landed.after else None
-        requests, law = batch.requests, drafts.private
-        return self.judge(landed.logits, requests, layout, drafts.trees, law, self.seed, choice)
+        besides = values(drafts.unread, self.target.device)
+        return self.judge(
+            landed.logits, batch.requests, layout, drafts.trees, drafts.private, self.seed, choice,
+            besides,
+        )  # fmt: skip
 
     def _follow(self, spans: Spans, rows: Array, path: Array, verified: Verified) -> None:
         """Move what was kept of accepted nodes behind the text; path i64 [rows, D]."""
@@ -294,12 +300,3 @@ class TorchBackend:
         paths[rows] = path
         verified.on_chain = np.cumprod(paths == np.arange(path.shape[1]), 1).sum(1).astype(np.int32)
         self.runner.move(*kept_nodes(spans, paths, self.config.block_tokens))
-
-
-def fill(drafts: Drafts, rows: Array, run: DraftRun | HeadsRun) -> None:
-    """Take what a model guessed for batch rows `rows`; what stands beside other rows is dropped."""
-    depth = min(run.tokens.shape[1], drafts.tokens.shape[1])
-    drafts.count[rows], drafts.tokens[rows, :depth] = run.count, run.tokens[:, :depth]
-    drafts.confidences[rows, :depth] = run.confidences[:, :depth]
-    mine = set(rows.tolist())
-    drafts.branches |= {row: found for row, found in run.branches.items() if row in mine}

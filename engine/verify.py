@@ -53,13 +53,16 @@ class DraftLaw:
 @dataclass(slots=True)
 class Places:
     """Where a pass's logits belong: rows i64, the batch rows that emit; k i32 [rows], their drafts;
-    starts i64 [rows + 1], each one's first place; drafts i64 [batch rows, K].
+    starts i64 [rows + 1], each one's first place; drafts i64 [batch rows, K]. fed: the token that
+    the pass reads at each place, i64 [places] on the logits' device, where the host has yet to read
+    what was drafted.
     """  # noqa: D205
 
     rows: Array
     k: Array
     starts: Array
     drafts: Array
+    fed: Tensor | None = None
 
 
 def places_of(rows: Array, drafts: Array, k: Array) -> Places:

@@ -252,6 +252,11 @@ def verify_plan(plan: Plan, fit: Fitted, drafted: Array, confidences: Array | No
     return keep_top(np.cumprod(step, axis=1), drafted, plan.budget_tokens)
 
 
+def weighs_drafts(plan: Plan, fit: Fitted) -> bool:
+    """Say whether `verify_plan` may leave out some of what `fit` drafts, by its confidences."""
+    return plan.budget_tokens != NO_BUDGET and int(fit.k.sum()) > plan.budget_tokens
+
+
 def chances(plan: Plan, proposer: Array, confidence: Array) -> Array:
     """Return confidences [rows, K] as acceptance probabilities in [0, 1]; nan stays nan."""
     if plan.calibration is None:

@@ -50,10 +50,10 @@ class PagedKV:
 
         A slot is block * block_tokens + offset. All are read before any is written.
         """
-        head = torch.arange(2 * self.heads) * (self.blocks * self.block_tokens)
         device = self.layers[0].device
+        head = torch.arange(2 * self.heads, device=device) * (self.blocks * self.block_tokens)
         source, target = (
-            (slots.cpu()[:, None] + head).reshape(-1).to(device) for slots in (from_slots, to_slots)
+            (slots.to(device)[:, None] + head).reshape(-1) for slots in (from_slots, to_slots)
         )
         for pool in self.layers:
             pool.index_copy_(0, target, pool.index_select(0, source))

@@ -105,11 +105,12 @@ class SyntheticBackend:
     def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
         """Run the drafters, then take the coins' guesses instead of theirs.
 
-        Those have no confidence, so that none ends early by it.
+        Those have no confidence, so that none ends early by it, and are the host's from the start.
         """
         if plan is not None and plan.stop_rule != StopRule():
             plan = replace(plan, stop_rule=StopRule())
         drafts = self.inner.propose(batch, fit, plan)
+        drafts.unread.clear()
         drafts.confidences = np.full(drafts.tokens.shape, np.nan, np.float32)
         modelled = (fit.proposer == Proposer.DRAFT_MODEL) & (drafts.count > 0)
         for row in np.flatnonzero(modelled).tolist():

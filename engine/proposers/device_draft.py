@@ -1,8 +1,9 @@
 """Drafting where the drafter's logits lie: each place's tokens feed the next without being read.
 
-One copy brings back what was guessed, at the end. Only a stop rule has to be asked at every place:
-then there is one small copy a place. On a CPU the proposers' own loops are quicker; tests hold the
-two against each other.
+Where nothing but the target's pass wants to know what was guessed, it is not read at all (see
+`unread.py`); else one copy brings it back at the end. Only a stop rule has to be asked at every
+place: then there is one small copy a place. On a CPU the proposers' own loops are quicker; tests
+hold the two against each other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from parlay.engine.branches import Branch
 from parlay.engine.proposers.confidence import choice_and_peak, entropy_of, estimate, keeps
+from parlay.engine.proposers.unread import Unread
 from parlay.engine.request import Request
 from parlay.engine.sampling import laws, race_by, shaping
 from parlay.engine.transfer import Reading, Upload, upload
@@ -53,6 +55,7 @@ class Job:
     """What is to be guessed, by row: order i64, its row of the batch; depth i64, tokens; watched
     bool, whom no rule stops; drawn bool, whose tokens are a race's under keys u64 [rows, K]; wide
     bool, who gets branches, `beside` of them a place. ids i64 [n]: the token of an entry of a law.
+    read: whether the host has to know what was guessed before it is verified.
     """  # noqa: D205
 
     proposer: Proposer
@@ -66,13 +69,15 @@ class Job:
     wide: Array
     beside: int
     plan: Plan | None
+    read: bool
 
 
 @dataclass(slots=True)
 class Guessed:
     """tokens i64 [rows, K], -1 beyond each row's, confidences f32 [rows, K], nan beyond, and how
     many places were guessed. laws: by place, float64 [rows, n], what was drawn from. branches: what
-    may stand beside the tokens of batch rows.
+    may stand beside the tokens of batch rows. unread: what tokens, 0 so far, and confidences will
+    be once it has been read; None: they are what they are.
     """  # noqa: D205
 
     tokens: Array
@@ -80,6 +85,7 @@ class Guessed:
     passes: int = 1
     laws: list[Tensor] = field(default_factory=list)
     branches: dict[int, list[Branch]] = field(default_factory=dict)
+    unread: Unread | None = None
 
 
 @dataclass(slots=True)
@@ -123,7 +129,10 @@ def guess_on_device(drafter: Drafter, job: Job, keep_laws: bool) -> Guessed:
         tokens = found.tokens if kept is None else found.tokens[kept]
         said = drafter.deeper(alive, kept, tokens, place)
     guessed.passes = len(places)
-    _read(places, guessed)
+    if job.read or job.beside or stop.kind is not StopKind.NONE:
+        _read(places, guessed)
+    else:
+        _leave(places, guessed)
     return guessed
 
 
@@ -180,6 +189,17 @@ def _asked(
         # The token that falls below the threshold is kept; drafting ends behind it.
         return keep, keep & ((chance >= stop.threshold) | watched)
     return keep, keep
+
+
+def _leave(places: Sequence[_Place], guessed: Guessed) -> None:
+    """Say where all that the places gave can be read: every row kept every token."""
+    where, first = np.full(guessed.tokens.shape, -1, np.int64), 0
+    for place, found in enumerate(places):
+        where[found.rows, place] = first + np.arange(len(found.rows))
+        first += len(found.rows)
+    guessed.tokens[where >= 0] = 0
+    tokens, peaks = (torch.cat(t) for t in zip(*((p.tokens, p.peak) for p in places), strict=True))
+    guessed.unread = Unread(tokens, peaks, where)
 
 
 def _read(places: Sequence[_Place], guessed: Guessed) -> None:

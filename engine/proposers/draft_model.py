@@ -50,11 +50,18 @@ class DraftModelProposer:
         self.host_ids = ids.cpu().numpy()
 
     def propose(
-        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
+        self,
+        batch: Batch,
+        rows: Array,
+        k: Array,
+        plan: Plan | None,
+        beside: int = 0,
+        read: bool = True,
     ) -> DraftRun:
         """Draft up to k[row] tokens for each batch row of `rows`, all of which are at least 1.
 
-        beside: how many next-best tokens of each place of greedy rows become branches.
+        beside: how many next-best tokens of each place of greedy rows become branches. read False:
+        what is guessed may stay unread.
         """
         deepest = np.argsort(-k[rows], kind="stable")
         order = rows[deepest]
@@ -63,18 +70,22 @@ class DraftModelProposer:
         # What is only observed is observed to its end: where it is sure it holds more often.
         watched = batch.shadow_k[order] > 0 if len(batch.shadow_k) else np.zeros(len(order), bool)
         work = Work(
-            batch, order, requests, share, np.where(late, 0, k[order]), watched, plan, beside
-        )
+            batch, order, requests, share, np.where(late, 0, k[order]), watched, plan, beside,
+            read,
+        )  # fmt: skip
         drafted = {int(r): i for i, r in enumerate(order) if _is_sampled(batch.requests[r])}
         made = (self._guess_on_device if self.on_device else self._guess)(work, bool(drafted))
         back = np.argsort(deepest)
         guess, confidence, late = made.tokens[back], made.confidences[back], late[back]
         count = (guess >= 0).sum(1).astype(np.int32)
-        read = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
-        read[late] = -1
+        held = np.zeros_like(count) if self.reads_states else np.maximum(count - 1, 0)
+        held[late] = -1
         part = dict(zip(rows[late].tolist(), share[back][late].tolist(), strict=True))
         law = DraftLaw(drafted, made.laws, self.ids)
-        return DraftRun(count, guess, confidence, made.passes, law, read, part, made.branches)
+        unread = None if made.unread is None else made.unread.only(back)
+        return DraftRun(
+            count, guess, confidence, made.passes, law, held, part, made.branches, unread
+        )
 
     def _guess(self, work: Work, keep_laws: bool) -> Guessed:
         """Draft a place at a time; keep_laws: what is drawn from is asked for."""
@@ -125,7 +136,7 @@ class DraftModelProposer:
         )
         job = Job(
             Proposer.DRAFT_MODEL, work.requests, work.order, self.ids, work.depth, work.watched,
-            drawn, keys, ~drawn, work.beside, work.plan,
+            drawn, keys, ~drawn, work.beside, work.plan, work.read,
         )  # fmt: skip
         return guess_on_device(_Ahead(self, work), job, keep_laws)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from parlay.engine.backend import Batch
 from parlay.engine.branches import Branch
+from parlay.engine.proposers.unread import Unread
 from parlay.engine.request import Request
 from parlay.engine.verify import DraftLaw
 from parlay.policies.types import Array, Plan
@@ -21,6 +22,7 @@ class DraftRun:
 
     caught_up: how many unread tokens were read of batch rows that still have some, and so drafted
     nothing; their `read` is -1. branches: what may stand beside the tokens of batch rows.
+    unread: see `Guessed`.
     """  # noqa: D205
 
     count: Array
@@ -31,6 +33,7 @@ class DraftRun:
     read: Array
     caught_up: dict[int, int]
     branches: dict[int, list[Branch]]
+    unread: Unread | None = None
 
     def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
         """Return the guesses of batch rows rows[seen] to be matched, by row; nothing verifies them.
@@ -41,7 +44,7 @@ class DraftRun:
         for i in np.flatnonzero(seen).tolist():
             row, count = int(rows[i]), int(self.count[i])
             place = self.law.row.pop(row, None)
-            if count and place is None:
+            if count and place is None and row not in self.law.watched:
                 guesses[row] = self.tokens[i, :count].tolist()
             elif count and place is not None:
                 self.law.watched[row] = self.law.law[0][place]
@@ -55,6 +58,7 @@ class DraftRun:
             tokens=self.tokens[rows],
             confidences=self.confidences[rows],
             read=self.read[rows],
+            unread=None if self.unread is None else self.unread.only(rows),
         )
 
 
@@ -62,7 +66,7 @@ class DraftRun:
 class Work:
     """What a batch asks of the draft model, deepest rows first: order i64 [n], their batch rows;
     share i64, how many unread tokens of each are read; depth i64, how many are guessed; watched
-    bool, who is only observed.
+    bool, who is only observed. read: see `Job`.
     """  # noqa: D205
 
     batch: Batch
@@ -73,3 +77,4 @@ class Work:
     watched: Array
     plan: Plan | None
     beside: int
+    read: bool

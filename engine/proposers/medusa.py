@@ -21,6 +21,7 @@ from parlay.engine.medusa_heads import Heads
 from parlay.engine.proposers.confidence import estimate, keeps_drafting, likeliest
 from parlay.engine.proposers.device_draft import Guessed, Job, Said, guess_on_device
 from parlay.engine.proposers.siblings import Siblings
+from parlay.engine.proposers.unread import Unread
 from parlay.engine.request import Request, SampleMode
 from parlay.engine.runner import Runner
 from parlay.engine.sampling import Purpose, draw_key, probabilities, race, request_key
@@ -33,13 +34,14 @@ from parlay.policies.types import Array, Plan, Proposer, StopKind, StopRule
 class HeadsRun:
     """What the heads guessed for their rows: count i32 [rows], tokens i64 [rows, K], -1 beyond
     count, and confidences f32 [rows, K], each place's largest probability, nan where no head ran;
-    branches: what may stand beside the tokens of batch rows.
+    branches: what may stand beside the tokens of batch rows; unread: see `Guessed`.
     """  # noqa: D205
 
     count: Array
     tokens: Array
     confidences: Array
     branches: dict[int, list[Branch]]
+    unread: Unread | None = None
 
     def watch(self, rows: Array, seen: Array) -> dict[int, list[int]]:
         """Return the guesses of batch rows rows[seen], by row; nothing verifies them."""
@@ -55,6 +57,7 @@ class HeadsRun:
             count=self.count[rows],
             tokens=self.tokens[rows],
             confidences=self.confidences[rows],
+            unread=None if self.unread is None else self.unread.only(rows),
         )
 
 
@@ -68,12 +71,18 @@ class MedusaProposer:
         self.graphs: HeadGraphs | None = None
 
     def propose(
-        self, batch: Batch, rows: Array, k: Array, plan: Plan | None, beside: int = 0
+        self,
+        batch: Batch,
+        rows: Array,
+        k: Array,
+        plan: Plan | None,
+        beside: int = 0,
+        read: bool = True,
     ) -> HeadsRun:
         """Guess up to k[row] tokens, at most `heads.heads`, for each batch row of `rows`.
 
         A row of whose tokens the target has more to read than the last gets none. beside: how many
-        next-best tokens of each place become branches.
+        next-best tokens of each place become branches. read False: what is guessed may stay unread.
         """
         requests = [batch.requests[r] for r in rows]
         wanted = np.minimum(k[rows], self.heads.heads) * [is_read(r) for r in requests]
@@ -82,12 +91,12 @@ class MedusaProposer:
         if not wanted.any():
             made = Guessed(np.zeros((len(rows), 0), np.int64), np.zeros((len(rows), 0), np.float32))
         elif self.on_device:
-            made = self._guess_on_device(batch, requests, rows, wanted, watched, plan, beside)
+            made = self._guess_on_device(batch, requests, rows, wanted, watched, plan, beside, read)
         else:
             siblings = Siblings(beside, rows, self._host_ids)
             made = self._guess(batch, requests, wanted, watched, plan, siblings)
         count = (made.tokens >= 0).sum(1).astype(np.int32)
-        return HeadsRun(count, made.tokens, made.confidences, made.branches)
+        return HeadsRun(count, made.tokens, made.confidences, made.branches, made.unread)
 
     def _guess(
         self,
@@ -135,6 +144,7 @@ class MedusaProposer:
         watched: Array,
         plan: Plan | None,
         beside: int,
+        read: bool,
     ) -> Guessed:
         """Guess with all that is guessed staying on the device until the end."""
         drawn = np.asarray([r.sampling.mode is SampleMode.COUPLED for r in requests])
@@ -143,7 +153,7 @@ class MedusaProposer:
         every = np.ones(len(rows), bool)
         job = Job(
             Proposer.MEDUSA, requests, rows, self.heads.ids, wanted, watched, drawn, keys, every,
-            beside, plan,
+            beside, plan, read,
         )  # fmt: skip
         return guess_on_device(_Stepping(self, batch, requests), job, keep_laws=False)
 

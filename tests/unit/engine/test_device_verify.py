@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parlay.engine.device_trees import walk_trees
 from parlay.engine.device_verify import accept_chains
 from parlay.engine.judge import judge, judge_on_device
-from parlay.engine.request import Request, SamplingParams, SpeculationParams
+from parlay.engine.request import Request, SampleMode, SamplingParams, SpeculationParams
 from parlay.engine.sampling import (
     Purpose,
     draw_key,
@@ -109,6 +109,28 @@ def test_chains_get_the_tokens_of_the_cpu(stacked: bool) -> None:
         held, found = accept_chains(s.logits, s.requests, s.places, s.law, 7, choice)
         assert held.tolist() == accepted.tolist(), seed
         assert found.tolist() == tokens.tolist(), seed
+
+
+def test_chains_that_no_host_has_read_get_the_same_tokens() -> None:
+    """The lossy and the sampled among them too: the host has a 0 for every draft."""
+    kinds = set[tuple[SampleMode, bool]]()
+    for seed in range(120):
+        s = some_step(seed, bent=False)
+        expected = accept_chains(s.logits, s.requests, s.places, s.law, 7)
+        blind = np.where(s.places.drafts >= 0, 0, -1)
+        read = np.concatenate(
+            [
+                [0, *s.places.drafts[row, :k]]
+                for row, k in zip(s.places.rows, s.places.k, strict=True)
+            ]
+        )
+        fed = torch.from_numpy(read.astype(np.int64))
+        places = dataclasses.replace(s.places, drafts=blind, fed=fed)
+        found = accept_chains(s.logits, s.requests, places, s.law, 7)
+        assert [a.tolist() for a in found] == [a.tolist() for a in expected], seed
+        of = [s.requests[row] for row in s.places.rows[expected[0].numpy() > 0].tolist()]
+        kinds |= {(r.sampling.mode, r.speculation.lossy) for r in of}
+    assert len(kinds) == 5  # coupled is never lossy
 
 
 def test_trees_get_the_walks_of_the_cpu() -> None:

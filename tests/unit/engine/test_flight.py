@@ -9,7 +9,7 @@ from tests.unit.engine.test_kernels import TABLES, VOCAB, config_of, weights_of
 
 from parlay.engine.kernels import build
 from parlay.engine.kernels.native import NativeLlama
-from parlay.engine.runner import Runner
+from parlay.engine.runner import Runner, flat
 from parlay.engine.spans import Spans
 
 pytestmark = pytest.mark.skipif(build.load() is None, reason="needs AVX512_BF16 and a C compiler")
@@ -29,8 +29,8 @@ def test_a_launched_pass_gives_the_same_bits(places: list[int]) -> None:
     fed, spans = [ids[:4], ids[4:]], Spans(TABLES[:2], [0, 0], [4, 3])
     where = np.asarray(places, np.int64)
     beside, waited = runner(), runner()
-    ours = beside.land(beside.launch(fed, spans, where, beside=True))
-    theirs = waited.land(waited.launch(fed, spans, where, beside=False))
+    ours = beside.land(beside.launch(flat(fed), spans, where, beside=True))
+    theirs = waited.land(waited.launch(flat(fed), spans, where, beside=False))
     assert ours.busy_ms > 0.0
     assert torch.equal(ours.hidden, theirs.hidden)
     assert torch.equal(ours.logits, theirs.logits) or not places
@@ -48,6 +48,6 @@ def test_what_is_dropped_is_waited_for() -> None:
     r = runner()
     ids = [[n % VOCAB for n in range(200)]]
     for _ in range(20):
-        r.launch(ids, Spans([list(range(30))], [0], [200]), np.arange(200), beside=True)
+        r.launch(flat(ids), Spans([list(range(30))], [0], [200]), np.arange(200), beside=True)
     hidden = r.read([[5]], Spans([[40]], [0], [1]))
     assert torch.equal(hidden, runner().read([[5]], Spans([[40]], [0], [1])))

@@ -15,11 +15,12 @@ from parlay.engine.backend import Drafts
 from parlay.engine.branches import Branch
 from parlay.engine.planner import LocalPlanner
 from parlay.engine.proposers.medusa import HeadsRun
+from parlay.engine.proposers.unread import take
 from parlay.engine.request import Request, SamplingParams, SpeculationParams
 from parlay.engine.sampling import probabilities
 from parlay.engine.shadow import HEADS_STEPS
 from parlay.engine.step import Engine
-from parlay.engine.torch_backend import TorchBackend, fill
+from parlay.engine.torch_backend import TorchBackend
 from parlay.policies.types import (
     BatchView,
     Plan,
@@ -204,11 +205,11 @@ def test_what_stands_beside_a_watched_guess_is_dropped() -> None:
     beside = {4: [Branch(0, [1], 0.5)], 7: [Branch(0, [2], 0.5)]}
     tokens = np.array([[5, 6], [-1, -1], [7, -1]])
     run = HeadsRun(np.array([2, 0, 1]), tokens, np.ones((3, 2)), beside)
-    rows, seen = np.array([4, 5, 7]), np.array([True, True, False])
-    assert run.watch(rows, seen) == {4: [5, 6]}
     tokens, confidences = np.full((8, 2), -1), np.full((8, 2), np.nan)
     drafts = Drafts(np.zeros(8, np.int32), tokens, confidences, np.full(8, -1))
-    fill(drafts, rows[~seen], run.only(~seen))
+    watching = np.array([0, 0, 0, 0, 2, 2, 0, 0], np.int32)
+    take(drafts, run, np.array([4, 5, 7]), watching, drafts.heads_watched)
+    assert drafts.heads_watched == {4: [5, 6]}
     assert drafts.count.tolist() == [0] * 7 + [1]
     assert drafts.tokens.tolist() == [[-1, -1]] * 7 + [[7, -1]]
     assert drafts.branches == {7: beside[7]}
