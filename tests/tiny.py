@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,6 +18,8 @@ from parlay.policies.policy import Stateless
 from parlay.policies.types import BatchView, Plan, Proposer, StepOutcome, StopRule
 
 CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("PARLAY_ATTENTION") == "triton"
+"""Triton's interpreter attends, which takes a thousand times as long as torch does."""
 CONFIG = EngineConfig(
     max_running=48,
     token_budget=256,
@@ -25,6 +28,11 @@ CONFIG = EngineConfig(
     draft_blocks=1024,
     context_tokens=128,
 )
+
+
+def fewer(count: int, part: int) -> int:
+    """Return `count` of draws or tokens, one in `part` of them where they are interpreted."""
+    return count // part if INTERPRETED else count
 
 
 def tiny_config(vocab: int, layers: int, context: int = 128) -> ModelConfig:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.tiny import CONFIG, AnyPlan, tiny_backend
+from tests.tiny import CONFIG, AnyPlan, fewer, tiny_backend
 
 from parlay.engine.backend import Batch, Drafts, Verified
 from parlay.engine.kv_cache import BlockCache
@@ -371,7 +371,7 @@ def test_the_draft_model_accepts_as_much_behind_a_prefix_that_was_found(
         found, confidences = [], []
         for at in range(0, len(prompts), 3):
             group = [
-                engine.add(p, SamplingParams(max_tokens=25, temperature=1.0, seed=i))
+                engine.add(p, SamplingParams(max_tokens=fewer(25, 2), temperature=1.0, seed=i))
                 for i, p in enumerate(prompts[at : at + 3], at)
             ]
             while engine.has_work:
@@ -388,7 +388,7 @@ def test_the_draft_model_accepts_as_much_behind_a_prefix_that_was_found(
     assert shared == plain
     np.testing.assert_allclose(shown_too, shown, atol=1e-5)
     assert (none, cached > 20) == (0, True)
-    assert sum(accepted for _, accepted, _ in plain) > 30
+    assert sum(accepted for _, accepted, _ in plain) > fewer(30, 3)
 
 
 def soaked(config: EngineConfig, seed: int, prompts: list[list[int]]) -> tuple[Any, Engine, int]:
