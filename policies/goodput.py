@@ -240,7 +240,9 @@ class Goodput:
             marginal_token_price_ms=best.price_ms,
             draft_token_price_ms=costs.token_ms.astype(np.float32),
             budget_tokens=int(chosen.k.sum()) if padded else NO_BUDGET,
-            stop_rule=StopRule() if tries else self._stop_rule(best),
+            # Where steps are padded a rule saves little of what they cost, and a device whose
+            # passes are recorded would have to be waited for at every place.
+            stop_rule=StopRule() if tries or padded else self._stop_rule(best),
             calibration=self.calibration.coefficients(),
             step_id=view.step_id,
             state_version=self.acceptance.version,

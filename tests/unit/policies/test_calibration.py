@@ -248,6 +248,10 @@ def test_goodput_stops_drafts_where_a_token_is_worth_less_than_it_costs(proposer
     again = make_policy("goodput", {}, limits)
     again.load(policy.state())
     assert again.decide(view).stop_rule == policy.decide(view).stop_rule
+    padded = dataclasses.replace(view, bucket_edges=np.asarray([8, 16, 32, 64, 128], np.int32))
+    plan = policy.decide(padded)
+    assert (plan.proposer == proposer).any()
+    assert plan.stop_rule.kind is StopKind.NONE
 
 
 def test_prompts_beside_it_make_no_request_draft_deeper() -> None:
