@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from parlay.engine.backend import Batch, Drafts, Lookup
+from parlay.engine.demo.bar import Bar
 from parlay.engine.kv_cache import BlockCache
 from parlay.engine.request import Request
 from parlay.engine.torch_backend import TorchBackend
@@ -49,10 +50,11 @@ def interleave(
     prompts: Sequence[tuple[str, list[int]]],
     output_tokens: int,
     rounds: int,
+    bar: Bar,
 ) -> list[list[Timing]]:
     """Let every contender decode every (task, prompt), each first as often as the others.
 
-    Return each one's times, prompt by prompt, in the order of the rounds.
+    Return each one's times, prompt by prompt, in the order of the rounds. bar: counts answers.
     """
     timings: list[list[Timing]] = [[] for _ in contenders]
     for contender in contenders:  # warms caches and lazy set-up
@@ -61,7 +63,9 @@ def interleave(
         for index, (task, ids) in enumerate(prompts):
             for turn in range(len(contenders)):
                 who = (turn + number + index) % len(contenders)
+                bar.start(f"round {number + 1}: {contenders[who].engine} {contenders[who].mode}")
                 timings[who].append(contenders[who].decode(ids, output_tokens, task))
+                bar.advance(1)
     return timings
 
 

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from rich.console import Console
 
 from parlay.engine.bench import Contender, Timing, interleave, tokens_per_s
 from parlay.engine.bench_hf import SCHEDULES, scheduled
+from parlay.engine.demo.bar import Bar
 from parlay.engine.demo.prompts import chat_prompts
 from parlay.engine.plugins.hf_shipped import shipped_draft
 from parlay.engine.plugins.huggingface import Speculator, parlay_generate
@@ -46,7 +48,8 @@ def bench_hf(
     contenders = hf_contenders(model, draft, speculator)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder))
     texts = chat_prompts(tokenizer, prompts)
-    timings = interleave(contenders, texts, tokens, rounds)
+    with Bar(Console(stderr=True), rounds * len(texts) * len(contenders)) as bar:
+        timings = interleave(contenders, texts, tokens, rounds, bar)
     report = report_of(contenders, timings, len(texts))
     report["counters"] = speculator.counters.as_dict()
     typer.echo(_table(report))

@@ -24,7 +24,7 @@ from parlay.engine.plugins.vllm import register
 from parlay.policies import DEFAULT_POLICY
 from parlay.policies.files import write_json
 
-LENGTHS = (2, 4, 8)
+LENGTHS = (2, 4, 8, 16)
 WAYS = (NONE, *(f"ngram-{k}" for k in LENGTHS), ADAPTIVE)
 _ENVIRONMENT = {
     "PARLAY": "1",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.serving import tiny_checkpoint
-from tests.tiny import CPU, tiny_config, tiny_weights
+from tests.tiny import CPU, INTERPRETED, tiny_config, tiny_weights
 from torch import Tensor
 
 from parlay.engine.attention.alone import AloneAttention
@@ -88,6 +88,7 @@ def test_a_trees_nodes_have_the_bits_of_their_paths_alone(dtype: torch.dtype) ->
         assert torch.equal(logits[1 + node], alone(model, text + path)[-1])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="a Triton program's sums do not go by who is beside it")
 @torch.inference_mode()
 def test_without_it_a_batch_rounds_otherwise_here() -> None:
     """Else the tests above show nothing."""

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 from tests.tiny import tiny_backend
 
 from parlay.engine import bench
 from parlay.engine.bench import Contender, Timing, interleave, tokens_per_s
+from parlay.engine.demo.bar import Bar
 
 
 def test_speed_pools_requests() -> None:
@@ -22,8 +26,8 @@ def test_contenders_take_turns_and_each_is_first() -> None:
 
         return Contender(name, "none", decode)
 
-    prompts = [("chat", [1]), ("code", [2])]
-    timings = interleave([contender("a"), contender("b")], prompts, 7, 2)
+    prompts, console = [("chat", [1]), ("code", [2])], Console(file=StringIO())
+    timings = interleave([contender("a"), contender("b")], prompts, 7, 2, Bar(console, 8))
     assert calls == [*"ab", *"ab", *"ba", *"ba", *"ab"]  # the first two warm up and do not count
     assert [len(done) for done in timings] == [4, 4]
     assert timings[0][0].tokens == 7

@@ -159,6 +159,7 @@ def without_data() -> TorchBackend:
 def test_a_step_looks_at_the_device_as_often_whatever_its_rows(
     rows: int, stop: StopRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PARLAY_ATTENTION", "sdpa")  # Triton's interpreter reads what it computes
     # Blind, everybody accepts nothing and is told token 0; that is all that a step asks.
     reading = read_blindly(monkeypatch)
     for proposer in (Proposer.NONE, Proposer.NGRAM, Proposer.DRAFT_MODEL, Proposer.MEDUSA):

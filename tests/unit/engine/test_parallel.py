@@ -6,13 +6,14 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny import CPU, tiny_config, tiny_weights
+from tests.tiny import CPU, INTERPRETED, tiny_config, tiny_weights
 from torch import Tensor
 
 from parlay.engine.generate import Placement
@@ -49,6 +50,22 @@ TRAITS = {
         local=Local((True, False), 5, 100.0),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads that stand for ranks into Triton's interpreter one at a time: it has globals."""
+    if not INTERPRETED:
+        return
+    from parlay.engine.attention.triton import TritonAttention
+
+    call, lock = TritonAttention.__call__, threading.Lock()
+
+    def locked(self: TritonAttention, *args: Any) -> Tensor:
+        with lock:
+            return call(self, *args)
+
+    monkeypatch.setattr(TritonAttention, "__call__", locked)
 
 
 class Meeting:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from tests.tiny_hf import tiny_pair
 
 from parlay.engine.bench import Contender, Timing, interleave
+from parlay.engine.demo.bar import Bar
 from parlay.engine.plugins.hf_bench import hf_contenders, report_of
 from parlay.engine.plugins.huggingface import Speculator
 
@@ -41,7 +45,8 @@ def test_every_contender_decodes_the_same_text(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "generate", watched)
     speculator = Speculator(model, draft, "fixed", {"proposer": "draft_model", "k": "3"})
     contenders = hf_contenders(model, draft, speculator)
-    timings = interleave(contenders, [("code", [4, 5, 6, 7, 4, 5])], 12, 1)
+    bar = Bar(Console(file=StringIO()), len(contenders))
+    timings = interleave(contenders, [("code", [4, 5, 6, 7, 4, 5])], 12, 1, bar)
     assert [done[0].tokens for done in timings] == [12] * len(contenders)
     decoded = [tuple(t) for t in texts if len(t) == 18]
     assert len(decoded) == len(contenders)
