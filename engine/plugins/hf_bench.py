@@ -27,8 +27,8 @@ _ROUND_KEY = "round_ratios"
 
 
 def bench_hf(
-    rounds: Annotated[int, typer.Option(help="each contender decodes all prompts so often")] = 3,
-    prompts: Annotated[int, typer.Option(help="of each of the six tasks, 1 to 4")] = 1,
+    rounds: Annotated[int, typer.Option(help="each contender decodes all prompts so often")] = 1,
+    prompts: Annotated[int, typer.Option(help="of each of the six tasks, 1 to 4")] = 4,
     tokens: Annotated[int, typer.Option(help="decoded a prompt")] = 96,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
     policy: Annotated[str, typer.Option(help="what decides for parlay")] = DEFAULT_POLICY,
