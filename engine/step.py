@@ -254,6 +254,8 @@ class Engine:
     def _settle(self, batch: Batch, committed: Committed) -> None:
         """Give back the blocks of rejected drafts, and every block of what has finished."""
         for row, request in enumerate(batch.requests):
+            if request.finished:
+                continue  # aborted while the pass ran: its blocks are free
             if reason := FINISH.get(Truncated(committed.truncated_by[row])):
                 self.scheduler.finish(request, reason)
                 self.backend.forget(request)

@@ -241,6 +241,8 @@ class TorchBackend:
         layout = places_of(rows, tokens, k)
         ids = put_into(flat(fed), drafts.unread, ends, k, self.target.device)
         if isinstance(ids, Tensor):
+            # Behind what waits for a drafter on another device: its time is not the target's.
+            start = Mark(self.target.device)
             layout.fed = ids[upload(self.target.device, where)[0]]
         flight = self.runner.launch(ids, spans, where, beside)
         verdict = None
@@ -276,6 +278,7 @@ class TorchBackend:
     def _tell_times(self, flying: Flying, verified: Verified, idle_ms: float) -> None:
         """Say what drafting and the target's pass took; idle_ms: beside which nothing ran."""
         for drafts, proposer, start, end in self._timed:
+            end.wait()  # on a device of its own nobody need have waited for it yet
             drafts.draft_ms[proposer] = start.ms_until(end)
         self._timed.clear()
         if flying.away.event is None:

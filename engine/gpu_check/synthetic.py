@@ -72,6 +72,7 @@ class SyntheticBackend:
     vocab: int = field(init=False)
 
     def __post_init__(self) -> None:
+        assert self.inner.medusa is None, "no coins are flipped for heads"
         self.vocab = self.inner.target.config.vocab
 
     def limits(self) -> EngineLimits:
@@ -105,7 +106,8 @@ class SyntheticBackend:
     def propose(self, batch: Batch, fit: Fitted, plan: Plan | None) -> Drafts:
         """Run the drafters, then take the coins' guesses instead of theirs.
 
-        Those have no confidence, so that none ends early by it, and are the host's from the start.
+        Those have no confidence, so that none ends early by it, and are the host's from the start:
+        what hands a drafter's own on, unread, is in no time that is measured here.
         """
         if plan is not None and plan.stop_rule != StopRule():
             plan = replace(plan, stop_rule=StopRule())

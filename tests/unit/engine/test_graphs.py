@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.on_device import as_on_device
 from tests.static_attention import StaticAttention
 from tests.tiny import (
     CONFIG,
@@ -71,10 +72,7 @@ class Counted(EagerCapture):
 
 def graphed(backend: TorchBackend, capture: Capture | None = None) -> TorchBackend:
     """Let a backend draft as on a GPU and replay what it can."""
-    for proposer in (backend.draft, backend.medusa):
-        if proposer is not None:
-            proposer.on_device = True
-    backend.use_graphs(lambda device: capture or EagerCapture())
+    as_on_device(backend).use_graphs(lambda device: capture or EagerCapture())
     return backend
 
 

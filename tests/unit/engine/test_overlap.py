@@ -107,6 +107,33 @@ def test_they_are_under_preemption_and_shared_prefixes_too() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+class Aborting(LocalPlanner):
+    """Aborts a request while the pass of its step runs."""
+
+    victim: Request | None = None
+    engine: Engine
+
+    def observe(self, outcome: StepOutcome) -> None:
+        super().observe(outcome)
+        if self.victim is not None and outcome.step_id == 5:
+            self.engine.abort(self.victim)
+
+
+def test_who_is_aborted_while_the_pass_runs_holds_up_nobody() -> None:
+    def outputs(abort: bool) -> list[list[int]]:
+        planner = Aborting(AnyPlan(ALL, 4))
+        planner.engine = engine = Engine(tiny_backend(), planner, overlapped(CONFIG))
+        sampling = SamplingParams(max_tokens=24)
+        requests = [engine.add([1, 2, 3, i], sampling, SPEAK) for i in range(3)]
+        planner.victim = requests[1] if abort else None
+        run(engine)
+        assert engine.scheduler.target.free == engine.scheduler.target.total
+        assert engine.scheduler.draft.free == engine.scheduler.draft.total
+        return [requests[0].output, requests[2].output]
+
+    assert outputs(abort=True) == outputs(abort=False)
+
+
 def test_a_plan_is_made_a_step_ahead_and_before_its_outcome_is_known() -> None:
     planner = Diary()
     engine = virtual(planner)
