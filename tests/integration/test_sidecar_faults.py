@@ -131,9 +131,11 @@ def test_a_network_that_was_slow_from_the_start(line: FaultyLine, seconds: float
     load = Steered(f"127.0.0.1:{line.port}")
     with contextlib.closing(load.planner), load.meter.watching():
         load.until(lambda: load.planner.connected)
+        # On a busy machine a first try may end; were the network too slow for one, all would.
+        ended = load.planner.stats.endings.total()
         load.run(seconds)
         assert load.planner.connected
-        assert load.planner.stats.endings.total() == 0
+        assert load.planner.stats.endings.total() == ended
         line.delay_s = 0.0
         load.recovers()
         load.check()
